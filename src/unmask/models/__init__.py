@@ -1,0 +1,1 @@
+"""Denoiser, selector, order scorer, and the folder they live in."""

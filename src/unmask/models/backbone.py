@@ -1,0 +1,166 @@
+"""A bidirectional transformer: pre-norm RMSNorm, rotary positions, SwiGLU, SDPA attention.
+
+Legend: B sequences, L positions, D width, H heads, E = D / H.  `attention` [B, L] bool is False on padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+
+@dataclass(frozen=True)
+class BackboneConfig:
+    """The shape of a trunk.  `absolute_positions` adds a learned vector a position.
+
+    Rotary positions alone cannot tell the positions of a canvas that is all mask apart: attention then averages
+    identical values, whatever its weights.  With a prompt they can, if slowly; unconditional tasks want both.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    intermediate: int
+    max_length: int = 2048
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
+    absolute_positions: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("width", "layers", "heads", "intermediate", "max_length"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+        if self.width % (2 * self.heads):
+            raise ValueError(f"width {self.width} must be a multiple of 2 * heads = {2 * self.heads} (rotary pairs)")
+
+
+def _smdm(layers: int, width: int, heads: int, intermediate: int | None = None) -> BackboneConfig:
+    return BackboneConfig(width, layers, heads, intermediate or 4 * width)
+
+
+# Named by their parameters in millions, embeddings not counted.  From 6m upwards, the published family of SMDM
+# (Nie et al. 2025, "Scaling up masked diffusion models on text"; the paper's model is 170m).
+SIZES: dict[str, BackboneConfig] = {
+    "1m": _smdm(4, 128, 4, 512),
+    "3m": _smdm(4, 256, 4, 683),
+    "6m": _smdm(6, 256, 4),
+    "19m": _smdm(8, 384, 6),
+    "34m": _smdm(8, 512, 8),
+    "48m": _smdm(9, 576, 9),
+    "66m": _smdm(10, 640, 10),
+    "75m": _smdm(16, 640, 8, 1600),
+    "85m": _smdm(13, 640, 10),
+    "113m": _smdm(12, 768, 12),
+    "142m": _smdm(15, 768, 12),
+    "170m": _smdm(18, 768, 12),
+    "180m": _smdm(14, 896, 14),
+    "206m": _smdm(16, 896, 14),
+    "231m": _smdm(18, 896, 14),
+    "268m": _smdm(16, 1024, 16),
+    "302m": _smdm(18, 1024, 16),
+    "336m": _smdm(20, 1024, 16),
+    "472m": _smdm(18, 1280, 10),
+    "551m": _smdm(21, 1280, 10),
+    "571m": _smdm(18, 1408, 11),
+    "629m": _smdm(24, 1280, 10),
+    "666m": _smdm(21, 1408, 11),
+    "717m": _smdm(19, 1536, 12),
+    "761m": _smdm(24, 1408, 11),
+    "831m": _smdm(22, 1536, 12),
+    "944m": _smdm(25, 1536, 12),
+    "1028m": _smdm(20, 1792, 14),
+}
+
+
+def rotary_angles(positions: Tensor, head_width: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * theta^(-2j/E) for j < E/2, as [..., 1, L, E/2], in float32."""
+    frequencies = theta ** (-torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32) / head_width)
+    angles = positions[..., None, :, None].float() * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x_j, x_{j + E/2}) of x [B, H, L, E]."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class Block(nn.Module):
+    """x + Attention(norm(x)), then x + SwiGLU(norm(x))."""
+
+    def __init__(self, config: BackboneConfig) -> None:
+        super().__init__()
+        D, self.heads = config.width, config.heads
+        head_width = D // config.heads
+        self.attention_norm = nn.RMSNorm(D, eps=config.norm_eps)
+        self.query_key_value = nn.Linear(D, 3 * D, bias=False)
+        self.attention_out = nn.Linear(D, D, bias=False)
+        self.query_norm = nn.RMSNorm(head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.key_norm = nn.RMSNorm(head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.mlp_norm = nn.RMSNorm(D, eps=config.norm_eps)
+        self.gate_up = nn.Linear(D, 2 * config.intermediate, bias=False)
+        self.down = nn.Linear(config.intermediate, D, bias=False)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Tensor | None) -> Tensor:
+        B, L, D = x.shape
+        qkv = self.query_key_value(self.attention_norm(x)).view(B, L, 3, self.heads, D // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # [B, H, L, E] each
+        query, key = rotate(self.query_norm(query), *rotary), rotate(self.key_norm(key), *rotary)
+        mixed = scaled_dot_product_attention(query, key, value, attn_mask=attend)
+        x = x + self.attention_out(mixed.transpose(1, 2).reshape(B, L, D))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(silu(gate) * up)
+
+
+class Backbone(nn.Module):
+    """Tokens [B, L] to normalised hidden states [B, L, D].  `num_tokens` counts every id that can occur, mask included."""
+
+    def __init__(self, config: BackboneConfig, num_tokens: int) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(num_tokens, config.width)
+        self.positions = nn.Embedding(config.max_length, config.width) if config.absolute_positions else None
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.apply(_initialise)
+        for block in self.blocks:  # residual branches start small, so depth does not blow up the stream
+            for out in (block.attention_out, block.down):
+                nn.init.normal_(out.weight, std=0.02 / (2 * config.layers) ** 0.5)
+
+    def forward(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
+        L = tokens.shape[1]
+        if L > self.config.max_length:
+            raise ValueError(
+                f"a sequence of {L} tokens is longer than the model's context of {self.config.max_length}: "
+                "shorten it or train with a larger max_length"
+            )
+        positions, attend = place(tokens, attention)
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        rotary = rotary_angles(positions, self.config.width // self.config.heads, self.config.rope_theta)
+        for block in self.blocks:
+            x = block(x, rotary, attend)
+        return self.norm(x)
+
+
+def place(tokens: Tensor, attention: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Positions [B or 1, L] that do not count padding, and the mask [B, 1, 1, L] that SDPA takes (None: no padding).
+
+    A sequence then gets the same positions alone as next to longer ones, padded on either side.
+    """
+    if attention is None:
+        return torch.arange(tokens.shape[1], device=tokens.device)[None], None
+    return (attention.long().cumsum(-1) - 1).clamp(min=0), attention[:, None, None, :]
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)

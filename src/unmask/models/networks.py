@@ -1,0 +1,139 @@
+"""The three networks: which token (denoiser), which positions now (selector), which order explains x_0 (scorer)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from unmask.models.backbone import Backbone, BackboneConfig, Block, _initialise, place, rotary_angles
+
+
+class Denoiser(nn.Module):
+    """mu_theta: a categorical over the V tokens at every position.
+
+    The mask token has the id V: the embedding knows it and the head does not, so it never gets mass.
+    There is no time input (as SMDM and LLaDA): how much is masked says it.
+    """
+
+    def __init__(self, config: BackboneConfig, vocab_size: int, tied_head: bool = False) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.backbone = Backbone(config, vocab_size + 1)
+        self.head = None if tied_head else nn.Linear(config.width, vocab_size, bias=False)
+        if self.head is not None:
+            _initialise(self.head)
+
+    @property
+    def mask_token_id(self) -> int:
+        return self.vocab_size
+
+    def hidden(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
+        """Hidden states [B, L, D] of tokens [B, L]."""
+        hidden: Tensor = self.backbone(tokens, attention)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] from hidden states [..., D]; project only the positions that you need."""
+        if self.head is not None:
+            projected: Tensor = self.head(hidden)
+            return projected
+        return hidden @ self.backbone.embedding.weight[: self.vocab_size].T
+
+    def forward(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
+        return self.logits(self.hidden(tokens, attention))
+
+
+@dataclass(frozen=True)
+class SelectorConfig:
+    """A narrow transformer on the denoiser's hidden states; `budgets` are the T that it was trained for."""
+
+    width: int
+    layers: int
+    heads: int
+    budgets: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.budgets or min(self.budgets) < 1:
+            raise ValueError(f"a selector needs at least one budget T >= 1, got {list(self.budgets)}")
+
+
+class Selector(nn.Module):
+    """p_psi^{t,n}(x_{t+1}) = sigmoid(s_n): should position n be revealed now, with t further steps to come?
+
+        s_n = f(hidden_n, confidences_n, masked_n, t, T) - log t,      f = 0 at the start
+
+    so an untrained selector reveals each mask with probability 1 / (t + 1): the IID rule with a linear schedule.
+    """
+
+    TIME_FEATURES = 4
+    CONFIDENCES = 3  # top probability, margin, entropy
+
+    def __init__(self, config: SelectorConfig, denoiser_width: int) -> None:
+        super().__init__()
+        self.config = config
+        D = config.width
+        shape = BackboneConfig(width=D, layers=config.layers, heads=config.heads, intermediate=2 * D)
+        self.shape = shape
+        self.read_hidden = nn.Linear(denoiser_width, D)
+        self.read_confidences = nn.Linear(self.CONFIDENCES + 1, D)
+        self.read_time = nn.Sequential(nn.Linear(self.TIME_FEATURES, D), nn.SiLU(), nn.Linear(D, D))
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(D)
+        self.out = nn.Linear(D, 1)
+        for module in (self.read_hidden, self.read_confidences, self.read_time):
+            module.apply(_initialise_by_fan_in)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        return self.config.budgets
+
+    def forward(
+        self,
+        hidden: Tensor,  # [B, L, denoiser width]
+        confidences: Tensor,  # [B, L, 3]: top probability, margin, entropy in nats; 0 where not masked
+        masked: Tensor,  # [B, L] bool
+        t: Tensor,  # [B], t >= 1 matters; at t = 0 everything is revealed and nobody asks
+        budget: int,
+        attention: Tensor | None = None,  # [B, L] bool
+    ) -> Tensor:
+        """Logits s [B, L]."""
+        t = t.clamp(min=1).to(hidden.dtype)
+        total = torch.full_like(t, budget)
+        time = torch.stack([t / total, 1 / t, t.log(), total.log()], dim=-1)  # [B, 4]
+        said = torch.cat([confidences, masked[..., None]], dim=-1).to(hidden.dtype)
+        x = self.read_hidden(hidden) + self.read_confidences(said) + self.read_time(time)[:, None]
+        positions, attend = place(masked, attention)
+        rotary = rotary_angles(positions, self.shape.width // self.shape.heads, self.shape.rope_theta)
+        for block in self.blocks:
+            x = block(x, rotary, attend)
+        logits: Tensor = self.out(self.norm(x))[..., 0].float()
+        return logits - t.log().float()[:, None]
+
+
+class OrderScorer(nn.Module):
+    """alpha_phi(x_0) in [0, 1]^L from one pass over the clean sequence, prompt included.
+
+    The last layer starts with logits of standard deviation `initial_spread`: were all scores alike, every q would be
+    near one, the first trajectories would end after a single step, and there would be nothing to learn from.
+    """
+
+    def __init__(self, config: BackboneConfig, vocab_size: int, initial_spread: float = 1.0) -> None:
+        super().__init__()
+        self.backbone = Backbone(config, vocab_size + 1)
+        self.out = nn.Linear(config.width, 1)
+        nn.init.normal_(self.out.weight, std=initial_spread / config.width**0.5)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
+        """Scores [B, L] in float32."""
+        return torch.sigmoid(self.out(self.backbone(tokens, attention))[..., 0].float())
+
+
+def _initialise_by_fan_in(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,127 @@
+"""Denoiser, selector and scorer together, in a folder: config.json, model.safetensors, tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import nn
+
+from unmask.models.backbone import BackboneConfig
+from unmask.models.networks import Denoiser, OrderScorer, Selector, SelectorConfig
+from unmask.variational.selection import Bernoulli, NonEmpty, Selection
+
+FORMAT_VERSION = 1
+SELECTIONS: dict[str, Selection] = {form.name: form for form in (NonEmpty(), Bernoulli())}
+MASK_TOKEN = "[MASK]"
+
+
+class ModelFolderError(ValueError):
+    """A folder that does not hold a model this version can read; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class OrderModelConfig:
+    """Everything that is needed to build the networks.  A model without an order has no selector and no scorer."""
+
+    vocab_size: int
+    denoiser: BackboneConfig
+    tied_head: bool = False
+    selector: SelectorConfig | None = None
+    scorer: BackboneConfig | None = None
+    selection: str = "nonempty"
+    tau: float = 0.1
+
+
+class OrderModel(nn.Module):
+    """The three networks of the bound.  `selector` and `scorer` are None before an order is learned."""
+
+    def __init__(self, config: OrderModelConfig, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self.config = config
+        self.tokenizer = tokenizer
+        self.denoiser = Denoiser(config.denoiser, config.vocab_size, config.tied_head)
+        self.selector = Selector(config.selector, config.denoiser.width) if config.selector else None
+        self.scorer = OrderScorer(config.scorer, config.vocab_size) if config.scorer else None
+
+    @property
+    def selection(self) -> Selection:
+        return SELECTIONS[self.config.selection]
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the folder.  config.json comes last: a folder without it was never finished."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").unlink(missing_ok=True)
+        weights = {name: tensor.detach().contiguous().cpu() for name, tensor in self.state_dict().items()}
+        save_file(weights, folder / "model.safetensors")
+        self.tokenizer.save(str(folder / "tokenizer.json"))
+        config = {"format_version": FORMAT_VERSION, **asdict(self.config)}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> OrderModel:
+        """Read a folder written by `save_pretrained`; ModelFolderError in one line if it is not one."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise ModelFolderError(f"{folder}: no such folder; give the run folder of a finished `unmask train`")
+        for name in ("config.json", "model.safetensors", "tokenizer.json"):
+            if not (folder / name).is_file():
+                raise ModelFolderError(f"{folder}: {name} is missing, so no finished model is here; train it again")
+        config = _read_config(folder / "config.json")
+        try:
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ModelFolderError(f"{folder}/tokenizer.json is damaged ({_first_line(error)})") from None
+        model = cls(config, tokenizer)
+        try:
+            model.load_state_dict(load_file(folder / "model.safetensors"))
+        except SafetensorError as error:
+            raise ModelFolderError(f"{folder}/model.safetensors is damaged ({_first_line(error)})") from None
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[-1].strip()
+            raise ModelFolderError(f"{folder}/model.safetensors does not fit config.json: {reason}") from None
+        return model.eval()
+
+
+def word_level_tokenizer(vocabulary: Sequence[str]) -> Tokenizer:
+    """One token a word of `vocabulary`, in the order of the ids, and the mask token as the last id."""
+    words = {word: index for index, word in enumerate([*vocabulary, MASK_TOKEN])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token=MASK_TOKEN))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return tokenizer
+
+
+def _read_config(path: Path) -> OrderModelConfig:
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text())
+        version = fields.pop("format_version")
+    except (ValueError, KeyError, AttributeError, UnicodeDecodeError):
+        raise ModelFolderError(f"{path} is not the config of an unmask model (no format_version)") from None
+    if version != FORMAT_VERSION:
+        raise ModelFolderError(
+            f"{path} has format version {version}, this unmask reads version {FORMAT_VERSION}: "
+            "use the unmask that wrote it, or train again"
+        )
+    try:
+        selector, scorer = fields.pop("selector"), fields.pop("scorer")
+        return OrderModelConfig(
+            denoiser=BackboneConfig(**fields.pop("denoiser")),
+            selector=SelectorConfig(**{**selector, "budgets": tuple(selector["budgets"])}) if selector else None,
+            scorer=BackboneConfig(**scorer) if scorer else None,
+            **fields,
+        )
+    except (TypeError, ValueError, KeyError) as error:
+        raise ModelFolderError(f"{path} is damaged ({_first_line(error)})") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,75 @@
+"""Counter-based randomness: a uniform number is a pure function of the words that name it.
+
+A draw is addressed by words such as (seed, purpose, step, example id, trajectory, position).  Nothing is consumed from
+a hidden state, so a result does not depend on batch composition, on the order of the draws, or on the number of
+processes, and a resumed run draws what the uninterrupted one would have drawn.
+
+    h_0 = mix(seed),    h_j = mix(h_{j-1} XOR mix(word_j + j * GOLDEN)),    u = (top bits of h) * 2^-bits  in [0, 1)
+
+`mix` is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of 64 bits in which every input bit
+flips every output bit with probability close to one half.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class Purpose(IntEnum):
+    """The first word of every stream: two purposes never share a draw, even where all their other words agree."""
+
+    DATA = 1  # which example a batch slot holds, and what a generated example contains
+    TIME = 2  # the times t of a batch
+    MASKING = 3  # which positions the plain denoising objective masks
+    TRAJECTORY = 4  # reveals under the posterior Q
+    REVEAL = 5  # reveals at generation
+    TOKEN = 6  # tokens at generation
+
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _signed(word: int) -> int:
+    """The 64 bits of `word` as the signed integer that torch.int64 holds."""
+    word &= 0xFFFFFFFFFFFFFFFF
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _shift_right(h: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's `>>` on int64 copies the sign bit, which would correlate the high bits."""
+    return (h >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(h: Tensor) -> Tensor:
+    h = (h ^ _shift_right(h, 30)) * _signed(0xBF58476D1CE4E5B9)
+    h = (h ^ _shift_right(h, 27)) * _signed(0x94D049BB133111EB)
+    return h ^ _shift_right(h, 31)
+
+
+def uniforms(seed: int, *words: int | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uniform numbers in [0, 1), one for each element of the broadcast shape of `words` (integers or int64 tensors).
+
+    float32 gets the top 24 bits and float64 the top 53 of the same hash, so both dtypes see the same draws up to
+    rounding and neither can round to 1.0 (`u < 1` must always hold: the arg-max of Q is revealed with certainty).
+    """
+    device = next((word.device for word in words if isinstance(word, Tensor)), torch.device("cpu"))
+    h = _mix(torch.tensor(_signed(seed), dtype=torch.int64, device=device))
+    for j, word in enumerate(words, start=1):
+        if not isinstance(word, Tensor):
+            word = torch.tensor(_signed(int(word)), dtype=torch.int64, device=device)
+        h = _mix(h ^ _mix(word + _signed(j * _GOLDEN)))
+    if dtype == torch.float64:
+        return _shift_right(h, 11).to(dtype) * 2.0**-53
+    return _shift_right(h, 40).to(torch.float32) * 2.0**-24
+
+
+def stratified(seed: int, *words: int, slots: Tensor, total: int) -> Tensor:
+    """Uniforms u_i = frac(u + i / total) for the batch slots i of a global batch of size `total` (systematic sampling).
+
+    Each u_i is uniform on [0, 1) by itself, and together they fill every interval [j/total, (j+1)/total) exactly once.
+    """
+    offset = uniforms(seed, *words, dtype=torch.float64)
+    return (offset + slots.to(torch.float64) / total) % 1.0

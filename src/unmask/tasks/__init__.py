@@ -1,0 +1,48 @@
+"""Tasks by name.  A name is imported only when it is asked for: listing the names must not wait for torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unmask.tasks.task import Task
+
+TASKS = {
+    "groups": "unmask.tasks.groups:Groups",
+    "addition": "unmask.tasks.addition:Addition",
+    "chain": "unmask.tasks.chain:Chain",
+    "permutation": "unmask.tasks.permutation:Permutation",
+    "latin-square": "unmask.tasks.latin_square:LatinSquare",
+    "parity-dag": "unmask.tasks.parity_dag:ParityDag",
+}
+
+
+def task_class(name: str) -> type[Any]:
+    """The class of a task: a dataclass whose fields are the task's options, each with a default."""
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}; {_choices(name, TASKS)}")
+    module, _, cls = TASKS[name].partition(":")
+    return getattr(importlib.import_module(module), cls)
+
+
+def make_task(name: str, **options: int | bool | str) -> Task:
+    """The task of this name; a wrong name, option or value is a ValueError whose message is one line."""
+    cls = task_class(name)
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    for option, value in options.items():
+        if option not in defaults:
+            raise ValueError(f"task {name} has no option {option!r}; {_choices(option, defaults)}")
+        # Exact types: True is an instance of int, but never meant as one.
+        if type(value) is not type(defaults[option]):
+            kind = type(defaults[option]).__name__
+            raise ValueError(f"task {name}: option {option} must be of type {kind}, not {type(value).__name__}")
+    return cls(**options)
+
+
+def _choices(wrong: str, right: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(wrong, right, n=1, cutoff=0.5)
+    return "".join(f"did you mean {name!r}? " for name in nearest) + f"choose from {', '.join(right)}"

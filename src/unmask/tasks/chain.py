@@ -1,0 +1,104 @@
+"""A sparse Markov chain."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from unmask.tasks.task import (
+    LETTERS,
+    Examples,
+    check_range,
+    example_uniforms,
+    structure_uniforms,
+    without_prompt,
+)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A Markov chain in which every symbol has few successors:
+
+        p(x) = 1/symbols * prod_{n >= 2} P[x_{n-1}, x_n],    P[s, s'] > 0 for `branching` symbols s' only.
+
+    Given one token its two sides are independent, so step k can reveal the middles of all 2^(k-1) gaps at once:
+    2^k - 1 tokens in k steps.
+    """
+
+    seed: int = 0
+    length: int = 16
+    symbols: int = 8
+    branching: int = 2
+
+    name = "chain"
+    unconditional = True
+
+    def __post_init__(self) -> None:
+        check_range(self, "length", 1)
+        check_range(self, "symbols", 2, len(LETTERS))
+        check_range(self, "branching", 2, self.symbols)  # with one successor the first token tells all
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        return LETTERS[: self.symbols]
+
+    @property
+    def min_steps(self) -> int:
+        return self.length.bit_length()  # ceil(log2(length + 1))
+
+    @property
+    def layout(self) -> tuple[tuple[int, ...], ...]:
+        return (tuple(range(self.length)),)
+
+    @cached_property
+    def _successors(self) -> Tensor:
+        """[symbols, branching]: distinct; one of each symbol's lies on a cycle through all symbols, so all are met."""
+        cycle = structure_uniforms(self.seed, 0, self.symbols).argsort()
+        preference = structure_uniforms(self.seed, 1, self.symbols, self.symbols)
+        preference[cycle, cycle.roll(-1)] = 1.0  # above every uniform
+        return preference.topk(self.branching).indices
+
+    @cached_property
+    def _probabilities(self) -> Tensor:
+        """[symbols, branching]: of the successors, in their order; no two differ by more than a factor of three."""
+        weights = 0.5 + structure_uniforms(self.seed, 2, self.symbols, self.branching)
+        return weights / weights.sum(-1, keepdim=True)
+
+    @cached_property
+    def _transitions(self) -> Tensor:
+        """P: [symbols, symbols]."""
+        empty = torch.zeros(self.symbols, self.symbols, dtype=torch.float64)
+        return empty.scatter(1, self._successors, self._probabilities)
+
+    @property
+    def entropy(self) -> float:
+        # H(x) = log symbols + sum_{n >= 2} sum_s p(x_{n-1} = s) H(P[s])
+        branch_entropy = torch.special.entr(self._probabilities).sum(-1)  # [symbols]
+        marginal = torch.full_like(branch_entropy, 1 / self.symbols)
+        total = math.log(self.symbols)
+        for _ in range(1, self.length):
+            total += float(marginal @ branch_entropy)
+            marginal = marginal @ self._transitions
+        return total
+
+    def examples(self, ids: Tensor, split: str) -> Examples:
+        u = example_uniforms(self.seed, split, ids, self.length)
+        # Inverse CDF over the successors alone, without its last value: rounding can never choose an impossible one.
+        thresholds = self._probabilities.cumsum(-1)[:, :-1]
+        tokens = [(u[:, 0] * self.symbols).long()]
+        for n in range(1, self.length):
+            branch = (u[:, n, None] >= thresholds[tokens[-1]]).sum(-1)
+            tokens.append(self._successors[tokens[-1], branch])
+        return without_prompt(torch.stack(tokens, dim=-1))
+
+    def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
+        return self.log_likelihood(tokens, examples).isfinite()
+
+    def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor:
+        known = tokens.clamp(0, self.symbols - 1)
+        log_p = self._transitions.log()[known[:, :-1], known[:, 1:]].sum(-1) - math.log(self.symbols)
+        return torch.where((known == tokens).all(-1), log_p, -torch.inf)

@@ -1,0 +1,114 @@
+"""What a task is: examples in, verdict out."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from unmask.streams import Purpose, uniforms
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Clean sequences x_0.  Legend: B sequences, L positions (prompt, response and padding together)."""
+
+    tokens: Tensor  # [B, L] int64
+    response: Tensor  # [B, L] bool: the positions that are generated; any set, the rest is prompt or padding
+    attention: Tensor  # [B, L] bool: False on padding, which is never attended to
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def to(self, device: torch.device | str) -> Examples:
+        return Examples(self.tokens.to(device), self.response.to(device), self.attention.to(device))
+
+
+class Task(Protocol):
+    """A source of examples with an exact checker.  Example `i` of a split is a pure function of (split, i)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """The tokens, in the order of their ids.  The mask token is not among them: its id is len(vocabulary)."""
+
+    @property
+    def length(self) -> int:
+        """L, the same for every example."""
+
+    @property
+    def unconditional(self) -> bool:
+        """Whether every example has the same prompt (or none), so that distinct samples can be counted."""
+
+    @property
+    def min_steps(self) -> int | None:
+        """The fewest parallel steps in which a perfect denoiser can sample the task exactly, where known."""
+
+    @property
+    def entropy(self) -> float | None:
+        """Expected -log p(response | prompt) of an example in nats, where known exactly."""
+
+    @property
+    def layout(self) -> tuple[tuple[int, ...], ...]:
+        """The positions arranged for pictures: groups of positions that belong together, side by side."""
+
+    def examples(self, ids: Tensor, split: str) -> Examples:
+        """The examples with these ids ([B] int64, any non-negative values) of the split `train` or `test`."""
+
+    def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
+        """[B] bool: whether each row of `tokens` [B, L] is a right answer to the prompt of the same row."""
+
+    def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor | None:
+        """[B] exact log p(response | prompt) in nats (-inf where impossible), or None where it is not known."""
+
+
+# What the generated puzzles share.  Their streams are (seed, DATA, word, ...): word 0 is the hidden structure of the
+# puzzle, the others are the splits, so that no example ever shares a draw with the structure or with the other split.
+# Draws are float64: 24 bits would tie in an argsort and bias an integer (u * k).long(); with 53 bits u * k < k holds.
+
+LETTERS = tuple(string.ascii_lowercase)  # the vocabulary of puzzles whose symbols mean nothing
+
+_STRUCTURE = 0
+_SPLITS = {"train": 1, "test": 2}
+
+
+def structure_uniforms(seed: int, part: int, *shape: int) -> Tensor:
+    """Uniforms of the given shape that fix a hidden part of a puzzle; an argsort makes them random permutations."""
+    count = torch.Size(shape).numel()
+    return uniforms(seed, Purpose.DATA, _STRUCTURE, part, torch.arange(count), dtype=torch.float64).view(shape)
+
+
+def example_uniforms(seed: int, split: str, ids: Tensor, count: int) -> Tensor:
+    """[B, count]: the uniforms of each example, a function of (seed, split, id) alone."""
+    if split not in _SPLITS:
+        raise ValueError(f"unknown split {split!r}: use {' or '.join(_SPLITS)}")
+    return uniforms(seed, Purpose.DATA, _SPLITS[split], ids[:, None], torch.arange(count), dtype=torch.float64)
+
+
+def without_prompt(tokens: Tensor) -> Examples:
+    """Examples in which every position is generated."""
+    everywhere = torch.ones_like(tokens, dtype=torch.bool)
+    return Examples(tokens, response=everywhere, attention=everywhere.clone())
+
+
+def prompt_kept(tokens: Tensor, examples: Examples) -> Tensor:
+    """[B]: whether every position outside the response is as it was given."""
+    return ((tokens == examples.tokens) | examples.response).all(-1)
+
+
+def uniform_log_likelihood(valid: Tensor, log_count: float | Tensor) -> Tensor:
+    """[B]: log p = -log(number of right answers) for a right answer, -inf for a wrong one."""
+    return torch.where(valid, -torch.as_tensor(log_count, dtype=torch.float64), -torch.inf)
+
+
+def check_range(task: Task, option: str, low: int, high: int | None = None) -> None:
+    """Raises a ValueError of one line unless low <= option <= high."""
+    value = getattr(task, option)
+    if value < low or (high is not None and value > high):
+        bounds = f"to at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"task {task.name}: set {option} {bounds}, not {value}")

@@ -1,0 +1,329 @@
+"""Every puzzle against slow, plain readings of its rule and against exact enumeration of small instances."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from unmask.tasks import TASKS, make_task
+from unmask.tasks.addition import Addition
+from unmask.tasks.chain import Chain
+from unmask.tasks.groups import Groups
+from unmask.tasks.latin_square import LatinSquare, latin_squares
+from unmask.tasks.parity_dag import ParityDag
+from unmask.tasks.permutation import Permutation
+from unmask.tasks.task import Examples
+
+DEFAULT = [make_task(name) for name in TASKS]
+OTHER = [
+    Groups(seed=3, groups=3, group_size=2, symbols=26),
+    Addition(seed=4, digits=2, ask="sum"),
+    Addition(digits=20),  # past the integers that 64 bits hold
+    Chain(seed=1, length=1),
+    Chain(seed=2, length=9, symbols=3, branching=3),
+    Permutation(length=26),
+    LatinSquare(clues=0),
+    LatinSquare(clues=15),
+    ParityDag(seed=5, levels=3, width=6, parents=3),
+    ParityDag(width=2, parents=2),  # one parent set for two tokens
+]
+SMALL = [  # unconditional, and few enough sequences to list
+    Groups(seed=1, groups=2, group_size=2, symbols=3),
+    Addition(seed=1, digits=1),
+    Chain(seed=1, length=4, symbols=4, branching=2),
+    Permutation(seed=1, length=4),
+    ParityDag(seed=1, levels=3, width=3, parents=2),
+]
+
+
+def every(tasks):
+    return pytest.mark.parametrize("task", tasks, ids=repr)
+
+
+# ---- the rules, read slowly: x is a list of ints, given the list of prompt positions' tokens (None in the response)
+
+
+def right(task, x, given):
+    if any(clue is not None and token != clue for token, clue in zip(x, given, strict=True)):
+        return False
+    return all(0 <= token < len(task.vocabulary) for token in x) and RULES[type(task)](task, x)
+
+
+def groups_rule(task, x):
+    shown = task._shown.tolist()
+    return all(any(all(x[n] == shown[n][s] for n in group) for s in range(task.symbols)) for group in task.layout)
+
+
+def addition_rule(task, x):
+    a, b, c = (int("".join(str(x[n]) for n in number)) for number in task.layout)
+    return a + b == c
+
+
+def chain_rule(task, x):
+    successors = task._successors.tolist()
+    return all(after in successors[before] for before, after in itertools.pairwise(x))
+
+
+def permutation_rule(task, x):
+    return len(set(x)) == task.length
+
+
+def latin_square_rule(task, x):
+    rows = [x[4 * i : 4 * i + 4] for i in range(4)]
+    return all(set(line) == {0, 1, 2, 3} for line in [*rows, *zip(*rows, strict=True)])
+
+
+def parity_dag_rule(task, x):
+    levels = [[x[n] for n in level] for level in task.layout]
+    parents = task._parents.tolist()
+    return all(
+        levels[i + 1][j] == sum(levels[i][k] for k in parents[i][j]) % 2
+        for i in range(task.levels - 1)
+        for j in range(task.width)
+    )
+
+
+RULES = {
+    Groups: groups_rule,
+    Addition: addition_rule,
+    Chain: chain_rule,
+    Permutation: permutation_rule,
+    LatinSquare: latin_square_rule,
+    ParityDag: parity_dag_rule,
+}
+
+
+def given(examples):
+    return [
+        [None if free else token for token, free in zip(tokens, response, strict=True)]
+        for tokens, response in zip(examples.tokens.tolist(), examples.response.tolist(), strict=True)
+    ]
+
+
+def all_sequences(task):
+    sequences = torch.tensor(list(itertools.product(range(len(task.vocabulary)), repeat=task.length)))
+    everywhere = torch.ones_like(sequences, dtype=torch.bool)
+    return sequences, Examples(sequences, everywhere, everywhere)
+
+
+def assert_follows(observed, probabilities):
+    """Pearson's chi-square below its quantile of 1 - 1e-4 (Wilson and Hilferty); the streams are fixed."""
+    total = observed.sum()
+    expected = probabilities * total
+    assert expected.min() >= 5
+    dof = len(observed) - 1
+    limit = dof * (1 - 2 / (9 * dof) + 3.72 * math.sqrt(2 / (9 * dof))) ** 3
+    assert ((observed - expected) ** 2 / expected).sum() < limit
+
+
+# ---- what all puzzles promise
+
+
+@every(DEFAULT + OTHER)
+def test_shapes_and_layout(task):
+    examples = task.examples(torch.arange(50), "train")
+    assert examples.tokens.shape == examples.response.shape == examples.attention.shape == (50, task.length)
+    assert examples.tokens.dtype == torch.int64
+    assert examples.response.dtype == examples.attention.dtype == torch.bool
+    assert examples.attention.all()
+    assert examples.response.any(-1).all()
+    assert examples.response.all() == task.unconditional
+    assert examples.tokens.min() >= 0
+    assert examples.tokens.max() < len(task.vocabulary) == len(set(task.vocabulary))
+    assert sorted(itertools.chain(*task.layout)) == list(range(task.length))
+    assert len(task.examples(torch.arange(0), "test")) == 0
+
+
+@every(DEFAULT)
+def test_name_makes_the_task(task):
+    assert make_task(task.name, seed=0) == task
+
+
+@every(DEFAULT + OTHER)
+def test_examples_are_pure(task):
+    ids = torch.tensor([5, 0, 2**40 + 1, 77])
+    together = task.examples(ids, "test")
+    backwards = type(task)(**vars_of(task)).examples(ids.flip(0), "test")  # a new object: nothing cached
+    for i in range(len(ids)):
+        alone = task.examples(ids[i : i + 1], "test")
+        for field in ("tokens", "response", "attention"):
+            assert torch.equal(getattr(alone, field)[0], getattr(together, field)[i])
+            assert torch.equal(getattr(backwards, field)[-1 - i], getattr(together, field)[i])
+
+
+def vars_of(task):
+    return {name: getattr(task, name) for name in task.__dataclass_fields__}
+
+
+@every(DEFAULT)
+def test_splits_and_seeds_differ(task):
+    ids = torch.arange(20)
+    train = task.examples(ids, "train").tokens
+    assert not torch.equal(train, task.examples(ids, "test").tokens)
+    assert not torch.equal(train, make_task(task.name, seed=1).examples(ids, "train").tokens)
+    with pytest.raises(ValueError, match=r"^unknown split 'dev': use train or test$"):
+        task.examples(ids, "dev")
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("groups", "heegafeaegdccaeg"),
+        ("addition", "1875890776"),
+        ("chain", "bdfdfdbfdfhcaecg"),
+        ("permutation", "aghdcbef"),
+        ("latin-square", "1342423131242413"),
+        ("parity-dag", "0111011111001000"),
+    ],
+)
+def test_examples_stay_what_they_are(name, written):
+    """Published numbers and checkpoints rest on these examples: a change of them must be meant."""
+    task = make_task(name)
+    assert "".join(task.vocabulary[token] for token in task.examples(torch.tensor([0]), "train").tokens[0]) == written
+
+
+@every(DEFAULT + OTHER)
+def test_valid_reads_the_rule(task):
+    examples = task.examples(torch.arange(100), "train")
+    clues = given(examples)
+    assert task.valid(examples.tokens, examples).all()
+    assert all(right(task, x, clue) for x, clue in zip(examples.tokens.tolist(), clues, strict=True))
+
+    generator = torch.Generator().manual_seed(0)
+    for changes in (1, 2):  # two changes may mend each other, and may hit the same position
+        corrupted = examples.tokens.clone()
+        for _ in range(changes):
+            where = torch.randint(task.length, (100, 1), generator=generator)
+            shift = torch.randint(1, len(task.vocabulary), (100, 1), generator=generator)
+            corrupted.scatter_(1, where, (corrupted.gather(1, where) + shift) % len(task.vocabulary))
+        expected = [right(task, x, clue) for x, clue in zip(corrupted.tolist(), clues, strict=True)]
+        assert task.valid(corrupted, examples).tolist() == expected
+        assert task.log_likelihood(corrupted, examples).isfinite().tolist() == expected
+
+
+@every(DEFAULT + OTHER)
+def test_no_mask_is_valid_anywhere(task):
+    examples = task.examples(torch.arange(task.length), "train")
+    for outside in (len(task.vocabulary), -1):
+        tokens = examples.tokens.clone().fill_diagonal_(outside)  # example i has one at position i
+        assert not task.valid(tokens, examples).any()
+        assert task.log_likelihood(tokens, examples).isneginf().all()
+
+
+@every(SMALL)
+def test_likelihood_by_enumeration(task):
+    sequences, examples = all_sequences(task)
+    log_p = task.log_likelihood(sequences, examples)
+    p = log_p.exp()
+    assert log_p.dtype == torch.float64
+    assert p.sum() == pytest.approx(1, abs=1e-12)
+    assert torch.special.entr(p).sum() == pytest.approx(task.entropy, abs=1e-12)
+    assert torch.equal(task.valid(sequences, examples), log_p.isfinite())
+    assert task.valid(sequences, examples).tolist() == [right(task, x, [None] * len(x)) for x in sequences.tolist()]
+
+
+@every(SMALL)
+def test_samples_follow_the_likelihood(task):
+    sequences, examples = all_sequences(task)
+    p = task.log_likelihood(sequences, examples).exp()
+    radix = len(task.vocabulary) ** torch.arange(task.length - 1, -1, -1)  # product() counts in this radix
+    for split in ("train", "test"):
+        drawn = (task.examples(torch.arange(10_000), split).tokens * radix).sum(-1)
+        observed = drawn.bincount(minlength=len(sequences))
+        assert (observed[p == 0] == 0).all()
+        assert_follows(observed[p > 0], p[p > 0])
+
+
+# ---- what each puzzle promises
+
+
+def test_groups_are_independent_and_known_from_any_member():
+    task = Groups()
+    tokens = task.examples(torch.arange(8000), "train").tokens
+    for one, two in itertools.combinations(range(task.length), 2):
+        pairs = (tokens[:, one] * task.symbols + tokens[:, two]).bincount(minlength=task.symbols**2)
+        together = any({one, two} <= set(group) for group in task.layout)
+        assert (pairs > 0).sum() == (task.symbols if together else task.symbols**2)
+    assert task.min_steps == 2
+    assert task.entropy == pytest.approx(4 * math.log(8))
+
+
+def test_asked_for_the_sum_only():
+    task = Addition(digits=2, ask="sum")
+    example = task.examples(torch.tensor([3]), "test")
+    assert example.response.tolist() == [[False] * 4 + [True] * 3]
+    a, b = (10 * example.tokens[0, i].item() + example.tokens[0, i + 1].item() for i in (0, 2))
+    answers = torch.tensor(list(itertools.product(range(10), repeat=3)))
+    tokens = torch.cat([example.tokens[:, :4].expand(1000, 4), answers], dim=-1)
+    examples = Examples(*(tensor.expand(1000, -1) for tensor in (example.tokens, example.response, example.attention)))
+    assert task.valid(tokens, examples).nonzero().tolist() == [[a + b]]
+    assert task.log_likelihood(tokens, examples)[a + b] == task.entropy == 0
+    assert (task.min_steps, task.unconditional) == (1, False)
+    assert (Addition().min_steps, Addition().unconditional) == (2, True)
+
+    # Another right addition is not an answer to this prompt.
+    other = task.examples(torch.tensor([4]), "test")
+    assert not task.valid(other.tokens, example).any()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_chain_is_sparse_and_reaches_everything(seed):
+    task = Chain(seed=seed)
+    transitions = task._transitions
+    assert ((transitions > 0).sum(-1) == task.branching).all()
+    assert torch.allclose(transitions.sum(-1), torch.ones(8, dtype=torch.float64))
+    steps = torch.eye(8) + (transitions > 0)
+    assert (torch.linalg.matrix_power(steps, 8) > 0).all()
+    assert transitions[transitions > 0].unique().numel() > task.symbols  # not uniform
+
+
+def test_chain_needs_a_step_each_time_the_length_doubles():
+    assert [Chain(length=n).min_steps for n in (1, 2, 3, 4, 7, 8, 15, 16)] == [1, 2, 2, 3, 3, 4, 4, 5]
+
+
+def test_latin_squares_are_all_listed():
+    squares = latin_squares()
+    assert squares.shape == (576, 16)
+    assert squares.unique(dim=0).shape == (576, 16)
+    assert all(latin_square_rule(None, square) for square in squares.tolist())
+    assert LatinSquare(clues=0).entropy == pytest.approx(math.log(576))
+    assert LatinSquare(clues=1).entropy is None
+    assert LatinSquare().min_steps is None
+
+
+@pytest.mark.parametrize("clues", [0, 1, 6, 15])
+def test_latin_square_likelihood_sums_to_one(clues):
+    task = LatinSquare(clues=clues)
+    squares = latin_squares()
+    examples = task.examples(torch.arange(5), "test")
+    for i, clue in enumerate(given(examples)):
+        repeated = Examples(*(t[i].expand(576, -1) for t in (examples.tokens, examples.response, examples.attention)))
+        p = task.log_likelihood(squares, repeated).exp()
+        assert p.sum() == pytest.approx(1, abs=1e-12)
+        assert (p > 0).tolist() == [right(task, square, clue) for square in squares.tolist()]
+        assert p[p > 0].unique().numel() == 1
+
+
+def test_latin_squares_and_clues_are_uniform():
+    task = LatinSquare()
+    examples = task.examples(torch.arange(10_000), "train")
+    assert ((~examples.response).sum(-1) == 6).all()
+    radix = 4 ** torch.arange(16)
+    order = (latin_squares() * radix).sum(-1).sort().values
+    drawn = torch.searchsorted(order, (examples.tokens * radix).sum(-1))
+    assert_follows(drawn.bincount(minlength=576), torch.full((576,), 1 / 576, dtype=torch.float64))
+    # Without replacement the counts vary less than independent ones, so the limit holds all the more.
+    assert_follows((~examples.response).sum(0), torch.full((16,), 1 / 16, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_parity_dag_has_no_constant_token_and_no_repeated_parents(seed):
+    task = ParityDag(seed=seed)
+    for level in task._parents.tolist():
+        assert all(len(set(parents)) == task.parents for parents in level)
+        assert len({frozenset(parents) for parents in level}) == task.width
+    tokens = task.examples(torch.arange(200), "train").tokens
+    assert (tokens.min(0).values < tokens.max(0).values).all()
