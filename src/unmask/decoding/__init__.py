@@ -1,0 +1,1 @@
+"""Generation: one loop, and one small class for every unmasking rule."""

@@ -105,6 +105,10 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(D, eps=config.norm_eps)
         self.gate_up = nn.Linear(D, 2 * config.intermediate, bias=False)
         self.down = nn.Linear(config.intermediate, D, bias=False)
+        for read in (self.query_key_value, self.gate_up):
+            nn.init.normal_(read.weight, std=small_init(D))
+        for write in (self.attention_out, self.down):  # residual branches start small, or depth blows up the stream
+            nn.init.normal_(write.weight, std=small_init(D) / (2 * config.layers) ** 0.5)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Tensor | None) -> Tensor:
         B, L, D = x.shape
@@ -118,7 +122,7 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Tokens [B, L] to normalised hidden states [B, L, D].  `num_tokens` counts every id that can occur, mask included."""
+    """Tokens [B, L] to normalised hidden states [B, L, D].  `num_tokens` counts every id, the mask's included."""
 
     def __init__(self, config: BackboneConfig, num_tokens: int) -> None:
         super().__init__()
@@ -127,16 +131,15 @@ class Backbone(nn.Module):
         self.positions = nn.Embedding(config.max_length, config.width) if config.absolute_positions else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.apply(_initialise)
-        for block in self.blocks:  # residual branches start small, so depth does not blow up the stream
-            for out in (block.attention_out, block.down):
-                nn.init.normal_(out.weight, std=0.02 / (2 * config.layers) ** 0.5)
+        nn.init.normal_(self.embedding.weight, std=small_init(config.width))
+        if self.positions is not None:
+            nn.init.normal_(self.positions.weight, std=small_init(config.width))
 
     def forward(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
-        L = tokens.shape[1]
-        if L > self.config.max_length:
+        length, longest = tokens.shape[1], self.config.max_length
+        if length > longest:
             raise ValueError(
-                f"a sequence of {L} tokens is longer than the model's context of {self.config.max_length}: "
+                f"a sequence of {length} tokens is longer than the model's context of {longest}: "
                 "shorten it or train with a larger max_length"
             )
         positions, attend = place(tokens, attention)
@@ -159,8 +162,6 @@ def place(tokens: Tensor, attention: Tensor | None) -> tuple[Tensor, Tensor | No
     return (attention.long().cumsum(-1) - 1).clamp(min=0), attention[:, None, None, :]
 
 
-def _initialise(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+def small_init(width: int) -> float:
+    """Standard deviation sqrt(2 / (5 D)) of Nguyen and Salazar (2019): about 0.023 at width 768, 0.09 at width 48."""
+    return (2 / (5 * width)) ** 0.5

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from unmask.models.backbone import Backbone, BackboneConfig, Block, _initialise, place, rotary_angles
+from unmask.models.backbone import Backbone, BackboneConfig, Block, place, rotary_angles, small_init
 
 
 class Denoiser(nn.Module):
@@ -23,7 +23,7 @@ class Denoiser(nn.Module):
         self.backbone = Backbone(config, vocab_size + 1)
         self.head = None if tied_head else nn.Linear(config.width, vocab_size, bias=False)
         if self.head is not None:
-            _initialise(self.head)
+            nn.init.normal_(self.head.weight, std=small_init(config.width))
 
     @property
     def mask_token_id(self) -> int:
@@ -82,8 +82,6 @@ class Selector(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(config.layers))
         self.norm = nn.RMSNorm(D)
         self.out = nn.Linear(D, 1)
-        for module in (self.read_hidden, self.read_confidences, self.read_time):
-            module.apply(_initialise_by_fan_in)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
@@ -131,9 +129,3 @@ class OrderScorer(nn.Module):
     def forward(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
         """Scores [B, L] in float32."""
         return torch.sigmoid(self.out(self.backbone(tokens, attention))[..., 0].float())
-
-
-def _initialise_by_fan_in(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        nn.init.normal_(module.weight, std=module.in_features**-0.5)
-        nn.init.zeros_(module.bias)

@@ -1,0 +1,36 @@
+"""What the denoiser says about a position, as numbers: the tokens' log-probabilities and three confidences.
+
+top probability  c = max_v p(v)          margin  p(1st) - p(2nd)          entropy  H = -sum_v p(v) log p(v)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Confidence(NamedTuple):
+    """Of any common shape [...]; from the denoiser's own distribution, before temperature."""
+
+    log_top: Tensor  # log c: rules rank by the log, which keeps apart what 1 - 1e-8 would round together
+    margin: Tensor
+    entropy: Tensor  # nats
+
+    def features(self) -> Tensor:
+        """[..., 3]: top probability, margin, entropy: what the selector reads."""
+        return torch.stack([self.log_top.exp(), self.margin, self.entropy], dim=-1)
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """[..., V] in float32 at least, whatever the model computes in."""
+    return logits.log_softmax(-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
+
+
+def confidence(log_p: Tensor) -> Confidence:
+    """The three confidences [...] of log-probabilities [..., V]."""
+    p = log_p.exp()
+    top = log_p.topk(min(2, log_p.shape[-1]), dim=-1).values
+    second = top[..., 1].exp() if top.shape[-1] > 1 else torch.zeros_like(top[..., 0])
+    return Confidence(log_top=top[..., 0], margin=top[..., 0].exp() - second, entropy=torch.special.entr(p).sum(-1))
