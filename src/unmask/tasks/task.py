@@ -23,6 +23,11 @@ class Examples:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
+    @property
+    def position(self) -> Tensor:
+        """[B, L]: the place of each token in its own sequence, whatever the padding; it names a random draw."""
+        return self.attention.long().cumsum(-1) - 1
+
     def to(self, device: torch.device | str) -> Examples:
         return Examples(self.tokens.to(device), self.response.to(device), self.attention.to(device))
 

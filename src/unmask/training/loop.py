@@ -1,0 +1,172 @@
+"""One training loop for both objectives, on Hugging Face Accelerate.
+
+Data order, times and random streams are functions of the seed, the update and the example's id alone, never of a
+hidden state: what update 1,000 does can be said without running the 999 before it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from unmask.streams import Purpose, stratified
+from unmask.training.recipe import Optimisation
+
+if TYPE_CHECKING:
+    from unmask.tasks.task import Task
+
+STAGE_IDS = 2**40  # each stage draws its examples from its own range of ids
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or a gradient was not finite; the weights are those of the last good update."""
+
+
+class Metrics:
+    """Append-only JSONL, one object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, **values: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+def learning_rate_factor(update: int, stage: Optimisation) -> float:
+    """Linear warm-up to 1, then a cosine down to `final_rate` at the last update."""
+    if update < stage.warmup:
+        return (update + 1) / (stage.warmup + 1)
+    progress = (update - stage.warmup) / max(1, stage.updates - stage.warmup)
+    return stage.final_rate + (1 - stage.final_rate) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def run_stage(
+    name: str,
+    index: int,
+    objective: nn.Module,
+    rates: dict[str, tuple[nn.Module, float]],
+    stage: Optimisation,
+    task: Task,
+    seed: int,
+    accelerator: Accelerator,
+    metrics: Metrics,
+    compile: bool = False,
+) -> None:
+    """Minimise `objective` for `stage.updates` updates.
+
+    rates: for each network by name, its module and learning rate; 0 freezes it.  Each network is clipped by its own
+    norm, so a spike in the scorer's noisy gradient does not shrink the others' steps.
+    """
+    networks = {key: module for key, (module, rate) in rates.items() if rate > 0}
+    for module, rate in rates.values():
+        module.requires_grad_(rate > 0)
+    groups = [
+        {"params": list(module.parameters()), "lr": rates[key][1], "name": key} for key, module in networks.items()
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=stage.weight_decay)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: learning_rate_factor(update, stage))
+    run = torch.compile(objective, dynamic=True) if compile and accelerator.device.type == "cuda" else objective
+    run, optimizer = accelerator.prepare(run, optimizer)
+    average = AveragedModel(objective, multi_avg_fn=get_ema_multi_avg_fn(stage.ema)) if stage.ema else None
+
+    objective.train()
+    started = time.perf_counter()
+    with _progress(name, stage.updates, accelerator.is_main_process) as advance:
+        for update in range(stage.updates):
+            recorded = _backward(run, update, index, stage, task, seed, accelerator)
+            norms = {
+                key: float(accelerator.clip_grad_norm_(module.parameters(), stage.clip))
+                for key, module in networks.items()
+            }
+            _check_finite(recorded, norms, name, update)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad(set_to_none=True)
+            if average is not None:
+                average.update_parameters(objective)
+            advance(recorded)
+            if accelerator.is_main_process and (update % 20 == 0 or update == stage.updates - 1):
+                metrics.write(
+                    stage=name,
+                    update=update,
+                    **recorded,
+                    gradient_norm=norms,
+                    rate_factor=round(learning_rate_factor(update, stage), 6),
+                    seconds=round(time.perf_counter() - started, 3),
+                )
+    if average is not None:
+        objective.load_state_dict(average.module.state_dict())
+    objective.eval()
+
+
+def _backward(
+    run: Callable[..., Any],
+    update: int,
+    index: int,
+    stage: Optimisation,
+    task: Task,
+    seed: int,
+    accelerator: Accelerator,
+) -> dict[str, float]:
+    """Accumulate the gradient of one update over its micro-batches; the update's mean metrics."""
+    total: dict[str, Tensor] = {}
+    # Strided, so that every micro-batch has its share of every stratum of t.
+    mine = torch.arange(accelerator.process_index, stage.batch, accelerator.num_processes)
+    for micro in range(stage.accumulate):
+        slots = mine[micro :: stage.accumulate]
+        ids = index * STAGE_IDS + update * stage.batch + slots
+        examples = task.examples(ids, "train").to(accelerator.device)
+        u = stratified(seed, Purpose.TIME, index, update, slots=slots, total=stage.batch)
+        with accelerator.autocast():
+            outcome = run(examples, ids.to(accelerator.device), u)
+        accelerator.backward(outcome.loss / stage.accumulate)
+        for key, value in {"loss": outcome.loss.detach(), **outcome.metrics}.items():
+            total[key] = total.get(key, torch.zeros(())) + value.cpu() / stage.accumulate
+    return {key: float(value) for key, value in total.items()}
+
+
+def _check_finite(recorded: dict[str, float], norms: dict[str, float], name: str, update: int) -> None:
+    """Raise before the optimiser steps, so that the weights stay good."""
+    wrong = [key for key, value in recorded.items() if not math.isfinite(value)]
+    wrong += [f"gradient of the {key}" for key, value in norms.items() if not math.isfinite(value)]
+    if wrong:
+        raise NonFiniteError(f"{name}, update {update}: {', '.join(wrong)} not finite; try a smaller learning rate")
+
+
+@contextmanager
+def _progress(name: str, updates: int, visible: bool) -> Iterator[Callable[[dict[str, float]], None]]:
+    """A progress line: update, rate, time left, and smoothed metrics."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    smooth: dict[str, float] = {}
+    columns = (
+        TextColumn("{task.description:<9}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[said]}"),
+    )
+    labels = {"elbo": "bound", "reconstruction": "reconstruction", "order_kl": "KL", "q_steps": "Q steps"}
+    with Progress(*columns, disable=not visible, refresh_per_second=4) as bar:
+        line = bar.add_task(name, total=updates, said="", rate="")
+
+        def advance(recorded: dict[str, float]) -> None:
+            for key in recorded:
+                smooth[key] = 0.95 * smooth.get(key, recorded[key]) + 0.05 * recorded[key]
+            said = "  ".join(f"{label} {smooth[key]:.3f}" for key, label in labels.items() if key in smooth)
+            speed = bar.tasks[line].speed
+            bar.update(line, advance=1, said=said, rate=f"{speed:.1f}/s" if speed else "")
+
+        yield advance

@@ -1,0 +1,162 @@
+"""The two objectives, as modules: sequences in, a loss to minimise and named numbers out.
+
+Legend: B sequences, k trajectories, L positions, N response positions of a sequence, V tokens.
+Losses are in nats a response token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from unmask.decoding.confidence import confidence, log_probabilities
+from unmask.models.networks import Denoiser
+from unmask.models.order_model import OrderModel
+from unmask.streams import Purpose, uniforms
+from unmask.tasks.task import Examples
+from unmask.variational.elbo import BoundTerms, bound_terms
+from unmask.variational.estimators import Baseline, estimate_bound
+from unmask.variational.posterior import log_prob, sample_times, sample_trajectories
+
+
+class Outcome(NamedTuple):
+    loss: Tensor  # scalar
+    metrics: dict[str, Tensor]  # scalars without gradient
+
+
+class DenoiseObjective(nn.Module):
+    """The standard masked-diffusion bound with a linear schedule, its time integrated out.
+
+    With t ~ U(0, 1), every response position masked with probability t, and the weight 1 / t,
+
+        NELBO = E_t E_mask [ 1/t sum_{n masked} -log mu^n(x_0^n) ]  =  E_{m ~ U{1..N}} E_{|mask| = m} [ N/m sum ... ],
+
+    because the integral of t^(m-1) (1-t)^(N-m) over t gives every count m the total weight 1 / m.  The right-hand side
+    is the same number with less variance: no sequence comes without a mask, and no weight exceeds N.  A token's share,
+    NELBO / N, is then the mean cross-entropy over the masks.  The prompt is never masked.
+    """
+
+    def __init__(self, denoiser: Denoiser, seed: int) -> None:
+        super().__init__()
+        self.denoiser = denoiser
+        self.seed = seed
+
+    def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
+        """examples and ids [B]; u [B] stratified uniforms, which choose the counts m."""
+        masked = mask_uniform_count(examples, u, self.seed, ids)
+        x = torch.where(masked, self.denoiser.mask_token_id, examples.tokens)
+        hidden = self.denoiser.hidden(x, _attention(examples))
+        log_p = log_probabilities(self.denoiser.logits(hidden[masked]))  # [M, V]: the masked positions only
+        log_mu = log_p.gather(-1, examples.tokens[masked][:, None])[:, 0]
+        cross_entropy = -torch.zeros(masked.shape, device=log_mu.device).masked_scatter(masked, log_mu)
+        loss = (cross_entropy.sum(-1) / masked.sum(-1)).mean()
+        return Outcome(loss, {"elbo": -loss.detach()})
+
+
+def mask_uniform_count(examples: Examples, u: Tensor, seed: int, ids: Tensor) -> Tensor:
+    """[B, L] bool: m = 1 + floor(u N) of the N response positions of each row, chosen uniformly."""
+    response = examples.response
+    count = 1 + (u.to(response.device) * response.sum(-1)).floor().long()
+    draw = uniforms(seed, Purpose.MASKING, ids[:, None], examples.position, dtype=torch.float64)
+    rank = draw.masked_fill(~response, 2.0).argsort(-1).argsort(-1)
+    return response & (rank < count[:, None])
+
+
+class OrderObjective(nn.Module):
+    """The paper's bound: one time t a sequence, k trajectories of it, and the surrogate of `estimate_bound`.
+
+    A frozen denoiser (`learn_denoiser` False) is run without a graph.  What the selector reads from the denoiser is
+    detached unless `attach_selector`, so that theta gets the gradient of the reconstruction only.
+    """
+
+    def __init__(
+        self,
+        model: OrderModel,
+        budget: int,
+        trajectories: int,
+        baseline: Baseline,
+        seed: int,
+        learn_denoiser: bool = True,
+        attach_selector: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.budget, self.trajectories, self.baseline, self.seed = budget, trajectories, baseline, seed
+        self.learn_denoiser, self.attach_selector = learn_denoiser, attach_selector
+
+    def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
+        """examples and ids [B]; u [B] stratified uniforms, which choose the times t."""
+        t = sample_times(u.to(ids.device), self.budget)
+        num_response = examples.response.sum(-1)
+        terms, log_q, masked = self.terms(examples, ids, t)
+        estimate = estimate_bound(terms.elbo, log_q, t, self.budget, self.baseline)
+        loss = (estimate.loss / num_response).mean()
+
+        def per_token(values: Tensor) -> Tensor:
+            return (self.budget * values.detach().mean(-1) / num_response).mean()
+
+        metrics = {
+            "elbo": (estimate.elbo / num_response).mean(),
+            "reconstruction": per_token(terms.reconstruction),
+            "order_kl": per_token(terms.order_kl),
+            # E[steps] = sum_t P(x_{t+1} holds a mask): the same uniform t estimates it
+            "q_steps": self.budget * masked.any(-1).float().mean(),
+        }
+        return Outcome(loss, metrics)
+
+    def terms(self, examples: Examples, ids: Tensor, t: Tensor) -> tuple[BoundTerms, Tensor, Tensor]:
+        """F1 and KL [B, k], log Q [B, k] and the masks of x_{t+1} [B, k, L], at the times t [B]."""
+        model, k, response = self.model, self.trajectories, examples.response
+        assert model.scorer is not None
+        scores = model.scorer(examples.tokens, _attention(examples))  # [B, L]: one pass, whatever k and t
+        drawn = sample_trajectories(scores, response, t, self.budget, model.config.tau, self._uniforms(ids, examples))
+        log_q = log_prob(scores, response, t, self.budget, model.config.tau, drawn)
+
+        # x_T is the same for all k trajectories, so at t = T-1 one of them is evaluated and stands for all; where no
+        # mask is left, F = 0 and nothing is evaluated.
+        first_step = (t == self.budget - 1)[:, None]  # [B, 1]
+        needed = drawn.masked.any(-1) & (~first_step | (torch.arange(k, device=t.device) == 0))  # [B, k]
+        log_mu, logits = self._evaluate(examples, drawn.masked, t, needed)
+        first_step = first_step[..., None]
+        log_mu = torch.where(first_step, log_mu[:, :1], log_mu)
+        logits = torch.where(first_step, logits[:, :1], logits)
+        terms = bound_terms(scores, drawn.masked, t, model.config.tau, log_mu, logits, model.selection)
+        return terms, log_q, drawn.masked
+
+    def _evaluate(self, examples: Examples, masked: Tensor, t: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
+        """log mu of the true token and selector logits, [B, k, L] each, for the trajectories in `needed` [B, k]."""
+        model, denoiser = self.model, self.model.denoiser
+        assert model.selector is not None
+        row, _ = needed.nonzero(as_tuple=True)  # the sequence of each of R trajectories
+        at = masked[needed]  # [R, L]
+        tokens = examples.tokens[row]
+        attention = None if _attention(examples) is None else examples.attention[row]
+        with torch.set_grad_enabled(self.learn_denoiser and torch.is_grad_enabled()):
+            hidden = denoiser.hidden(torch.where(at, denoiser.mask_token_id, tokens), attention)  # [R, L, D]
+            log_p = log_probabilities(denoiser.logits(hidden[at]))  # [M, V]
+            log_mu = log_p.gather(-1, tokens[at][:, None])[:, 0]
+        said, read = confidence(log_p).features(), hidden
+        if not self.attach_selector:
+            said, read = said.detach(), read.detach()
+        features = torch.zeros(*at.shape, said.shape[-1], device=at.device).masked_scatter(at[..., None], said)
+        logits = model.selector(read, features, at, t[row], self.budget, attention)  # [R, L]
+
+        def back(values: Tensor) -> Tensor:
+            """[R, L] to [B, k, L], 0 where a trajectory was not evaluated."""
+            return torch.zeros(masked.shape, device=values.device).masked_scatter(needed[..., None], values)
+
+        return back(torch.zeros(at.shape, device=at.device).masked_scatter(at, log_mu)), back(logits.float())
+
+    def _uniforms(self, ids: Tensor, examples: Examples) -> Tensor:
+        """[T-1, B, k, L]: a function of seed, id, trajectory, step and position alone."""
+        steps = torch.arange(1, self.budget, device=ids.device)[:, None, None, None]
+        trajectory = torch.arange(self.trajectories, device=ids.device)[:, None]
+        position = examples.position[:, None]  # [B, 1, L]
+        return uniforms(self.seed, Purpose.TRAJECTORY, ids[:, None, None], trajectory, steps, position)
+
+
+def _attention(examples: Examples) -> Tensor | None:
+    """None where nothing is padded, which lets attention take its fastest path."""
+    return None if bool(examples.attention.all()) else examples.attention

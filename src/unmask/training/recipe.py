@@ -1,0 +1,298 @@
+"""Recipes: small complete TOML files, validated whole before anything is built.
+
+seed, init        top-level values
+[task]            name, and the options of that task
+[model]           the denoiser's shape: `size`, or width, layers, heads and intermediate; [model.selector], [model.scorer]
+[denoise]         the plain masked-diffusion objective
+[order]           the paper's objective
+[evaluate]        what to compare when training is done
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+class RecipeError(ValueError):
+    """A wrong key or value; the message is one line that names it and what would be right."""
+
+
+@dataclass(frozen=True)
+class SelectorRecipe:
+    width: int = 0  # 0: a quarter of the denoiser's, at least 32
+    layers: int = 1
+    heads: int = 4
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "layers", "heads")
+        _at_least(self, 0, "width")
+
+
+@dataclass(frozen=True)
+class ScorerRecipe:
+    width: int = 0  # 0: the denoiser's
+    layers: int = 2
+    heads: int = 4
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "layers", "heads")
+        _at_least(self, 0, "width")
+
+
+@dataclass(frozen=True)
+class ModelRecipe:
+    size: str = ""  # a name such as "34m"; or leave it out and give the four numbers
+    width: int = 0
+    layers: int = 0
+    heads: int = 0
+    intermediate: int = 0
+    max_length: int = 0  # 0: the task's length
+    qk_norm: bool = False
+    tied_head: bool = False
+    absolute_positions: bool = True
+    selector: SelectorRecipe = field(default_factory=SelectorRecipe)
+    scorer: ScorerRecipe = field(default_factory=ScorerRecipe)
+
+    def __post_init__(self) -> None:
+        shape = ("width", "layers", "heads", "intermediate")
+        given = [name for name in shape if getattr(self, name)]
+        if self.size and given:
+            raise ValueError(f"size = {self.size!r} already says {', '.join(given)}: give one or the other")
+        if not self.size and len(given) < len(shape):
+            missing = [name for name in shape if name not in given]
+            raise ValueError(f"{', '.join(missing)} missing: give a size such as '34m', or {', '.join(shape)}")
+
+
+@dataclass(frozen=True)
+class Optimisation:
+    """What both objectives share: how many updates of how many sequences, and the shape of the learning rate."""
+
+    updates: int
+    batch: int  # sequences an update, over all processes and micro-batches
+    accumulate: int = 1  # micro-batches an update
+    warmup: int = 100  # updates of linear warm-up
+    final_rate: float = 0.05  # the cosine ends at this fraction of the learning rate
+    weight_decay: float = 0.0
+    clip: float = 1.0  # each network's gradient is clipped by its own norm
+    ema: float = 0.0  # decay of an average of the weights that replaces them at the end; 0: none
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "updates", "batch", "accumulate")
+        _at_least(self, 0, "warmup", "weight_decay", "final_rate")
+        if self.clip <= 0:
+            raise ValueError(f"clip must be above 0, got {self.clip}")
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"ema must lie in [0, 1), got {self.ema}")
+        if self.batch % self.accumulate:
+            raise ValueError(f"batch = {self.batch} must be a multiple of accumulate = {self.accumulate}")
+
+
+@dataclass(frozen=True)
+class DenoiseRecipe(Optimisation):
+    learning_rate: float = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.learning_rate <= 0:
+            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
+
+
+@dataclass(frozen=True)
+class OrderRecipe(Optimisation):
+    budget: int = 0  # T
+    trajectories: int = 8  # k
+    tau: float = 0.1
+    selection: Literal["nonempty", "bernoulli"] = "nonempty"
+    baseline: Literal["leave-one-out", "none", "moving-average"] = "leave-one-out"
+    denoiser_rate: float = 0.0  # 0: frozen
+    selector_rate: float = 1e-3
+    scorer_rate: float = 1e-3
+    attach_selector: bool = False  # let the selector's loss reach the denoiser
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.budget < 1:
+            raise ValueError(f"budget (T) must be at least 1, got {self.budget}")
+        if self.tau <= 0:
+            raise ValueError(f"tau must be above 0, got {self.tau}")
+        if self.baseline == "leave-one-out" and self.trajectories < 2:
+            raise ValueError(
+                f"trajectories (k) must be at least 2 with leave-one-out, got {self.trajectories}: "
+                "raise it, or take baseline = 'none' or 'moving-average'"
+            )
+        _at_least(self, 1, "trajectories")
+        _at_least(self, 0, "denoiser_rate", "selector_rate", "scorer_rate")
+        if self.attach_selector and self.denoiser_rate == 0:
+            raise ValueError("attach_selector needs denoiser_rate > 0: a frozen denoiser takes no gradient")
+
+
+@dataclass(frozen=True)
+class EvaluateRecipe:
+    examples: int = 1000
+    temperature: float = 1.0
+    policies: tuple[str, ...] = ("iid", "top-prob", "margin")
+    budgets: tuple[int, ...] = ()  # for the heuristics; the learned order runs at its own
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "examples")
+        _at_least(self, 0, "temperature")
+        if any(budget < 1 for budget in self.budgets):
+            raise ValueError(f"budgets must be at least 1, got {list(self.budgets)}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    task: dict[str, Any]
+    model: ModelRecipe | None = None
+    denoise: DenoiseRecipe | None = None
+    order: OrderRecipe | None = None
+    evaluate: EvaluateRecipe = field(default_factory=EvaluateRecipe)
+    seed: int = 0
+    init: str = ""  # a run folder whose denoiser to start from
+    precision: Literal["no", "bf16", "fp16"] = "no"  # autocast
+    compile: bool = False  # torch.compile, on CUDA
+
+    def __post_init__(self) -> None:
+        if "name" not in self.task:
+            raise ValueError("[task] needs a name")
+        if not self.denoise and not self.order:
+            raise ValueError("nothing to train: give [denoise], [order] or both")
+        if not self.denoise and not self.init:
+            raise ValueError("an order needs a denoiser: give [denoise], or init = 'the folder of an earlier run'")
+        if not self.model and not self.init:
+            raise ValueError("[model] is missing: give a size, or width, layers, heads and intermediate")
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Recipe:
+        return _build(cls, json.loads(text), "recipe")
+
+
+def recipe_folder() -> Path:
+    """Where the recipes that come with unmask lie: beside the package when installed, at the root of a checkout."""
+    installed = Path(__file__).parents[1] / "recipes"
+    return installed if installed.is_dir() else Path(__file__).parents[3] / "recipes"
+
+
+def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe by path, or by the name of one that comes with unmask, with `key.key=value` overrides applied."""
+    path = Path(name)
+    if not path.is_file():
+        path = recipe_folder() / f"{name}.toml"
+    if not path.is_file():
+        known = sorted(recipe.stem for recipe in recipe_folder().glob("*.toml"))
+        raise RecipeError(
+            f"no recipe {str(name)!r}; {_nearest(str(name), known)}give a file or one of {', '.join(known)}"
+        )
+    try:
+        values = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not valid TOML: {error}") from None
+    for override in overrides:
+        _override(values, override)
+    return _build(Recipe, values, "recipe")
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    """Set `a.b.c=value` in nested tables; the value is TOML, or a bare string where it is not."""
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise RecipeError(f"override {override!r} is not of the form key=value, such as order.budget=3")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *tables, last = key.strip().split(".")
+    table = values
+    for name in tables:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise RecipeError(f"override {override!r}: {name} is a value, not a table")
+    table[last] = value
+
+
+def _build(cls: type[Any], values: Any, where: str) -> Any:
+    """The dataclass `cls` from a table, every key and type checked."""
+    if not isinstance(values, Mapping):
+        raise RecipeError(f"{where} must be a table, not {_describe(values)}")
+    hints = get_type_hints(cls)
+    for key in values:
+        if key not in hints:
+            raise RecipeError(f"{where}: unknown key {key!r}; {_nearest(key, hints)}known keys are {', '.join(hints)}")
+    required = [f.name for f in dataclasses.fields(cls) if _is_required(f)]
+    for name in required:
+        if name not in values:
+            raise RecipeError(f"{where}: {name!r} is missing")
+    built = {key: _convert(hints[key], value, _join(where, key)) for key, value in values.items()}
+    try:
+        return cls(**built)
+    except RecipeError:
+        raise
+    except ValueError as error:
+        raise RecipeError(f"{where}: {error}") from None
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    if get_origin(hint) in (Union, types.UnionType):  # X | None
+        inner = next(arg for arg in get_args(hint) if arg is not type(None))
+        return None if value is None else _convert(inner, value, where)
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, where)  # type: ignore[arg-type]
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        if value not in choices:
+            raise RecipeError(
+                f"{where} = {value!r} is unknown; {_nearest(str(value), choices)}choose from {', '.join(choices)}"
+            )
+        return value
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise RecipeError(f"{where} must be a list, not {_describe(value)}")
+        return tuple(_convert(get_args(hint)[0], item, where) for item in value)
+    if get_origin(hint) is dict:
+        if not isinstance(value, Mapping):
+            raise RecipeError(f"{where} must be a table, not {_describe(value)}")
+        return dict(value)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:  # exact: True is an int to Python, and never meant as one
+        raise RecipeError(f"{where} must be {_KINDS[hint]}, not {_describe(value)}")
+    if hint is float and not abs(value) < float("inf"):
+        raise RecipeError(f"{where} must be finite, not {value}")
+    return value
+
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+
+
+def _describe(value: Any) -> str:
+    return f"{value!r}" if not isinstance(value, Mapping) else "a table"
+
+
+def _join(where: str, key: str) -> str:
+    return key if where == "recipe" else f"{where}.{key}"
+
+
+def _is_required(f: dataclasses.Field[Any]) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def _nearest(wrong: str, right: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(wrong, list(right), n=1, cutoff=0.5)
+    return f"did you mean {nearest[0]!r}? " if nearest else ""
+
+
+def _at_least(recipe: Any, low: int, *names: str) -> None:
+    for name in names:
+        if getattr(recipe, name) < low:
+            raise ValueError(f"{name} must be at least {low}, got {getattr(recipe, name)}")

@@ -1,0 +1,225 @@
+"""From a recipe to a run folder.
+
+RUN/config.json, model.safetensors, tokenizer.json    the model, written last: a folder without it is unfinished
+RUN/recipe.json                                       the recipe, resolved
+RUN/metrics.jsonl                                     one object a line
+RUN/denoiser/                                         the denoiser as it was before order learning
+RUN/baseline/                                         joint order learning only: that denoiser, plainly trained on for
+                                                      as many further sequences, which is what heuristics run on
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import shutil
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from unmask.models.backbone import SIZES, BackboneConfig
+from unmask.models.networks import Denoiser, SelectorConfig
+from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
+from unmask.tasks import make_task
+from unmask.tasks.task import Task
+from unmask.training.loop import Metrics, NonFiniteError, run_stage
+from unmask.training.objectives import DenoiseObjective, OrderObjective
+from unmask.training.recipe import DenoiseRecipe, ModelRecipe, OrderRecipe, Recipe, RecipeError
+from unmask.variational.estimators import Baseline, LeaveOneOut, MovingAverage, NoBaseline
+
+
+class RunFolderError(ValueError):
+    """A run folder that cannot be used; the message says what to do."""
+
+
+def train(recipe: Recipe, out: Path, *, force: bool = False, cpu: bool = False) -> OrderModel:
+    """Train what the recipe says into the folder `out` and return the model."""
+    task = _task(recipe)
+    accelerator = Accelerator(mixed_precision=recipe.precision, cpu=cpu)
+    with torch.random.fork_rng(), torch.device("cpu"):
+        torch.manual_seed(recipe.seed)
+        denoiser = _denoiser(recipe, task)
+        model = _with_order(denoiser, recipe) if recipe.order else denoiser
+    _prepare_folder(out, force)
+    (out / "recipe.json").write_text(recipe.to_json())
+    metrics = Metrics(out / "metrics.jsonl")
+    model.to(accelerator.device)
+
+    def stage(
+        name: str, index: int, objective: torch.nn.Module, rates: dict, optimisation, finished: OrderModel
+    ) -> None:
+        try:
+            run_stage(
+                name, index, objective, rates, optimisation, task, recipe.seed, accelerator, metrics, recipe.compile
+            )
+        except NonFiniteError as error:
+            finished.save_pretrained(out / "last-good")
+            raise RunFolderError(f"{error}; the last good state is in {out / 'last-good'}") from None
+
+    if recipe.denoise:
+        objective = DenoiseObjective(model.denoiser, recipe.seed)
+        rates = {"denoiser": (model.denoiser, recipe.denoise.learning_rate)}
+        stage("denoise", 0, objective, rates, recipe.denoise, model)
+    if recipe.order:
+        before = OrderModel(_plain(model.config), model.tokenizer).to(accelerator.device)
+        before.denoiser.load_state_dict(model.denoiser.state_dict())
+        before.save_pretrained(out / "denoiser")
+        stage("order", 1, _order_objective(model, recipe), _order_rates(model, recipe.order), recipe.order, model)
+        if recipe.order.denoiser_rate > 0:
+            plain = continued(recipe)
+            objective = DenoiseObjective(before.denoiser, recipe.seed)
+            stage("baseline", 2, objective, {"denoiser": (before.denoiser, plain.learning_rate)}, plain, before)
+            before.save_pretrained(out / "baseline")
+    model.requires_grad_(True).eval()
+    model.save_pretrained(out)
+    return model
+
+
+def continued(recipe: Recipe) -> DenoiseRecipe:
+    """The plain training that a joint order is measured against: as many further updates, each on B * k sequences."""
+    assert recipe.order is not None
+    order = recipe.order
+    settings = recipe.denoise or DenoiseRecipe(1, 1, learning_rate=order.denoiser_rate, warmup=order.warmup)
+    return dataclasses.replace(
+        settings, updates=order.updates, batch=order.batch * order.trajectories, accumulate=order.accumulate
+    )
+
+
+def load_run(folder: Path) -> tuple[OrderModel, OrderModel, Recipe, Task]:
+    """The model of a finished run, the model whose denoiser the heuristics run on, the recipe and the task.
+
+    The heuristics' denoiser is the model's own when the order was learned on frozen weights, else RUN/baseline.
+    """
+    model = OrderModel.from_pretrained(folder)
+    try:
+        recipe = Recipe.from_json((folder / "recipe.json").read_text())
+    except (OSError, ValueError):
+        raise RunFolderError(f"{folder}/recipe.json is missing or damaged: train the run again") from None
+    joint = recipe.order is not None and recipe.order.denoiser_rate > 0
+    plain = OrderModel.from_pretrained(folder / "baseline") if joint else model
+    return model, plain, recipe, _task(recipe)
+
+
+def _task(recipe: Recipe) -> Task:
+    options = {key: value for key, value in recipe.task.items() if key != "name"}
+    try:
+        return make_task(str(recipe.task["name"]), **options)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+
+
+def _prepare_folder(out: Path, force: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise RunFolderError(f"{out} is a file: give another --out")
+    if out.is_dir() and any(out.iterdir()):
+        if not force:
+            raise RunFolderError(f"{out} already holds something: give another --out, or --force to replace it")
+        if not ((out / "recipe.json").exists() or (out / "config.json").exists()):
+            raise RunFolderError(f"{out} is not a run folder, so --force will not replace it: give another --out")
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def _denoiser(recipe: Recipe, task: Task) -> OrderModel:
+    """The model without an order: loaded from `init`, or built anew."""
+    if recipe.init:
+        loaded = OrderModel.from_pretrained(recipe.init)
+        if loaded.config.vocab_size != len(task.vocabulary):
+            raise RecipeError(
+                f"init = {recipe.init!r} has {loaded.config.vocab_size} tokens, task {task.name} has {len(task.vocabulary)}"
+            )
+        model = OrderModel(_plain(loaded.config), loaded.tokenizer)
+        model.denoiser.load_state_dict(loaded.denoiser.state_dict())
+    else:
+        assert recipe.model is not None
+        config = OrderModelConfig(len(task.vocabulary), _shape(recipe.model, task), recipe.model.tied_head)
+        model = OrderModel(config, word_level_tokenizer(task.vocabulary))
+    longest = model.config.denoiser.max_length
+    if task.length > longest:
+        raise RecipeError(
+            f"task {task.name} has sequences of {task.length} tokens, longer than the model's context of {longest}: "
+            "raise model.max_length"
+        )
+    return model
+
+
+def _plain(config: OrderModelConfig) -> OrderModelConfig:
+    return dataclasses.replace(config, selector=None, scorer=None)
+
+
+def _shape(model: ModelRecipe, task: Task) -> BackboneConfig:
+    if model.size and model.size not in SIZES:
+        raise RecipeError(f"model.size = {model.size!r} is unknown; choose from {', '.join(SIZES)}")
+    chosen = SIZES.get(model.size, model)
+    try:
+        return BackboneConfig(
+            width=chosen.width,
+            layers=chosen.layers,
+            heads=chosen.heads,
+            intermediate=chosen.intermediate,
+            max_length=model.max_length or task.length,
+            qk_norm=model.qk_norm,
+            absolute_positions=model.absolute_positions,
+        )
+    except ValueError as error:
+        raise RecipeError(f"model: {error}") from None
+
+
+def _with_order(plain: OrderModel, recipe: Recipe) -> OrderModel:
+    """The same denoiser with a fresh selector and scorer."""
+    assert recipe.order is not None
+    order, networks = recipe.order, recipe.model or ModelRecipe(size="1m")
+    trunk = plain.config.denoiser
+    selector, scorer = networks.selector, networks.scorer
+    scorer_width = scorer.width or trunk.width
+    try:
+        config = dataclasses.replace(
+            plain.config,
+            selector=SelectorConfig(
+                selector.width or max(32, trunk.width // 4), selector.layers, selector.heads, (order.budget,)
+            ),
+            scorer=dataclasses.replace(
+                trunk, width=scorer_width, layers=scorer.layers, heads=scorer.heads, intermediate=2 * scorer_width
+            ),
+            selection=order.selection,
+            tau=order.tau,
+        )
+        model = OrderModel(config, plain.tokenizer)
+    except ValueError as error:
+        raise RecipeError(f"model: {error}") from None
+    model.denoiser.load_state_dict(copy.deepcopy(plain.denoiser.state_dict()))
+    return model
+
+
+def _baseline(order: OrderRecipe) -> Baseline:
+    if order.baseline == "moving-average":
+        return MovingAverage(order.budget)
+    return NoBaseline() if order.baseline == "none" else LeaveOneOut()
+
+
+def _order_objective(model: OrderModel, recipe: Recipe) -> OrderObjective:
+    assert recipe.order is not None
+    order = recipe.order
+    return OrderObjective(
+        model,
+        order.budget,
+        order.trajectories,
+        _baseline(order),
+        recipe.seed,
+        learn_denoiser=order.denoiser_rate > 0,
+        attach_selector=order.attach_selector,
+    )
+
+
+def _order_rates(model: OrderModel, order: OrderRecipe) -> dict[str, tuple[torch.nn.Module, float]]:
+    assert model.selector is not None
+    assert model.scorer is not None
+    return {
+        "denoiser": (model.denoiser, order.denoiser_rate),
+        "selector": (model.selector, order.selector_rate),
+        "scorer": (model.scorer, order.scorer_rate),
+    }
+
+
+__all__ = ["Denoiser", "RunFolderError", "continued", "load_run", "train"]

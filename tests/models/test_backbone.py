@@ -1,0 +1,159 @@
+import pytest
+import torch
+
+from unmask.models.backbone import SIZES, Backbone, BackboneConfig, rotary_angles, rotate
+
+NUM_TOKENS = 7
+MASK = NUM_TOKENS - 1
+SHAPES = [
+    pytest.param({"absolute_positions": absolute, "qk_norm": qk_norm}, id=f"absolute={absolute}-qk_norm={qk_norm}")
+    for absolute in (False, True)
+    for qk_norm in (False, True)
+]
+
+
+def backbone(**options):
+    """Weights drawn larger than the initialisation: with tiny ones, much that is wrong stays below the tolerance."""
+    torch.manual_seed(0)
+    config = BackboneConfig(width=16, layers=2, heads=2, intermediate=24, max_length=12, **options)
+    trunk = Backbone(config, NUM_TOKENS).double()
+    with torch.no_grad():
+        for parameter in trunk.parameters():
+            parameter.normal_(std=0.5)
+    return trunk
+
+
+def tokens(*shape, seed=0):
+    return torch.randint(NUM_TOKENS, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def padded(sequences, side, filler):
+    """[B, L] with `filler` [B, L] on the padding, and its attention."""
+    length = max(len(sequence) for sequence in sequences)
+    canvas, attention = filler[:, :length].clone(), torch.zeros(len(sequences), length, dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        where = slice(0, len(sequence)) if side == "right" else slice(length - len(sequence), length)
+        canvas[row, where], attention[row, where] = sequence, True
+    return canvas, attention
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", SHAPES)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_sequence_is_the_same_alone_and_in_a_batch_padded_on_either_side(options, side):
+    trunk = backbone(**options)
+    sequences = [tokens(length, seed=length) for length in (5, 1, 9, 4)]
+    canvas, attention = padded(sequences, side, tokens(4, 9, seed=50))
+    batch = trunk(canvas, attention)
+    for row, sequence in enumerate(sequences):
+        alone = trunk(sequence[None])[0]
+        assert torch.allclose(batch[row, attention[row]], alone, rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", SHAPES)
+def test_padding_has_no_influence(options):
+    trunk = backbone(**options)
+    sequences = [tokens(length, seed=length) for length in (3, 8)]
+    for side in ("left", "right"):
+        one, attention = padded(sequences, side, tokens(2, 8, seed=1))
+        other, _ = padded(sequences, side, (tokens(2, 8, seed=1) + 1) % NUM_TOKENS)
+        assert torch.equal(trunk(one, attention)[attention], trunk(other, attention)[attention])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", SHAPES)
+def test_full_attention_is_no_attention(options):
+    trunk, x = backbone(**options), tokens(2, 6)
+    assert torch.allclose(trunk(x, torch.ones_like(x, dtype=torch.bool)), trunk(x), rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_every_position_reacts_to_every_token_and_no_row_to_another():
+    trunk, x = backbone(), tokens(2, 6)
+    before = trunk(x)
+    for n in range(6):
+        changed = x.clone()
+        changed[0, n] = (x[0, n] + 1) % NUM_TOKENS
+        moved = (trunk(changed) - before).abs().amax(-1)
+        assert (moved[0] > 1e-6).all()
+        assert torch.equal(moved[1], torch.zeros_like(moved[1]))
+
+
+@torch.no_grad()
+def test_the_order_of_the_tokens_matters():
+    trunk, x = backbone(), torch.tensor([[0, 1, 2, 3, 4]])
+    swapped = torch.tensor([[1, 0, 2, 3, 4]])
+    assert (trunk(swapped) - trunk(x))[0, 2:].abs().amax(-1).min() > 1e-6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_rotary_alone_cannot_tell_the_positions_of_an_all_mask_canvas_apart(qk_norm):
+    canvas = torch.full((1, 9), MASK)
+    rotary = backbone(absolute_positions=False, qk_norm=qk_norm)(canvas)[0]
+    assert torch.allclose(rotary, rotary[:1].expand_as(rotary), rtol=0, atol=1e-12)
+    absolute = backbone(absolute_positions=True, qk_norm=qk_norm)(canvas)[0]
+    distances = torch.cdist(absolute, absolute) + torch.eye(9)
+    assert distances.min() > 1e-3
+
+
+def test_rotary_sees_distances_only():
+    """Without absolute positions, a shift of all positions changes nothing; without rotation, nothing would depend
+    on the distance either, which `test_the_order_of_the_tokens_matters` excludes."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, 1, 6, 8, dtype=torch.float64, generator=generator)
+    products = []
+    for shift in (0, 5):
+        rotary = rotary_angles(torch.arange(6)[None] + shift, 8, theta=10_000.0)
+        products.append(rotate(query, *rotary) @ rotate(key, *rotary).transpose(-1, -2))
+    assert torch.allclose(*products, rtol=0, atol=1e-5)  # the angles are float32
+    assert (products[0] - query @ key.transpose(-1, -2)).abs().max() > 0.1
+
+
+def test_too_long_a_sequence_is_named_in_one_line():
+    trunk = backbone()
+    trunk(tokens(1, 12))
+    with pytest.raises(ValueError, match=r"13 tokens .* context of 12") as caught:
+        trunk(tokens(1, 13))
+    assert "\n" not in str(caught.value)
+
+
+def block_parameters(config):
+    """4 D^2 for attention and 3 D I for SwiGLU, a layer; norms are left out."""
+    return config.layers * (4 * config.width**2 + 3 * config.width * config.intermediate)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_has_the_parameters_of_its_name(name):
+    """Names are whole millions, cut or rounded (6.29M is "6m", 830.5M is "831m"): 0.6M off, and 6% for the small."""
+    named = int(name.removesuffix("m")) * 1e6
+    assert abs(block_parameters(SIZES[name]) - named) <= min(0.6e6, 0.06 * named)
+
+
+@pytest.mark.parametrize("name", ["1m", "6m", "75m", "170m"])
+def test_the_formula_counts_what_is_built(name):
+    with torch.device("meta"):
+        trunk = Backbone(SIZES[name], NUM_TOKENS)
+    matrices = sum(p.numel() for p in trunk.blocks.parameters() if p.ndim == 2)
+    assert matrices == block_parameters(SIZES[name])
+
+
+def test_the_paper_s_size():
+    config = SIZES["170m"]
+    assert (config.layers, config.width, config.intermediate, config.heads) == (18, 768, 3072, 12)
+
+
+@pytest.mark.parametrize("field", ["width", "layers", "heads", "intermediate", "max_length"])
+@pytest.mark.parametrize("value", [0, -2])
+def test_sizes_below_one_are_refused(field, value):
+    shape = {"width": 16, "layers": 2, "heads": 2, "intermediate": 24, "max_length": 12}
+    with pytest.raises(ValueError, match=f"{field} must be at least 1, got {value}") as caught:
+        BackboneConfig(**{**shape, field: value})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("width", "heads"), [(16, 3), (6, 2), (10, 10)])
+def test_a_width_that_does_not_split_into_rotary_pairs_is_refused(width, heads):
+    with pytest.raises(ValueError, match=rf"width {width} must be a multiple of 2 \* heads = {2 * heads}"):
+        BackboneConfig(width=width, layers=1, heads=heads, intermediate=8)

@@ -1,0 +1,205 @@
+import pytest
+import torch
+
+from unmask.models.backbone import SIZES, BackboneConfig
+from unmask.models.networks import Denoiser, OrderScorer, Selector, SelectorConfig
+from unmask.variational.posterior import sample_trajectories
+
+V = 5
+TRUNK = BackboneConfig(width=16, layers=1, heads=2, intermediate=24, max_length=16)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+# --- denoiser ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_mask_token_never_gets_mass(tied):
+    torch.manual_seed(0)
+    denoiser = Denoiser(TRUNK, V, tied_head=tied)
+    assert denoiser.mask_token_id == V
+    logits = denoiser(torch.full((2, 6), V))  # a canvas of mask tokens can be read
+    assert logits.shape == (2, 6, V)  # and there is no logit to write one with
+    assert torch.isfinite(logits).all()
+
+
+@torch.no_grad()
+def test_a_tied_head_is_the_embedding_without_the_mask():
+    torch.manual_seed(0)
+    denoiser = Denoiser(TRUNK, V, tied_head=True)
+    assert denoiser.head is None
+    x = torch.randint(V + 1, (2, 6), generator=generator())
+    hidden, embedding = denoiser.hidden(x), denoiser.backbone.embedding.weight
+    for token in range(V):
+        assert torch.allclose(denoiser(x)[..., token], hidden @ embedding[token], atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_of_some_positions_are_those_of_the_whole(tied):
+    torch.manual_seed(0)
+    denoiser = Denoiser(TRUNK, V, tied_head=tied)
+    x = torch.randint(V + 1, (3, 6), generator=generator())
+    assert torch.allclose(denoiser.logits(denoiser.hidden(x)[x == V]), denoiser(x)[x == V], atol=1e-6)
+
+
+# --- selector ---------------------------------------------------------------------------------------------------------
+
+
+def selector_input(*shape, seed=0):
+    """hidden, confidences, masked of [B, L]."""
+    source = generator(seed)
+    hidden = torch.randn(*shape, TRUNK.width, dtype=torch.float64, generator=source)
+    confidences = torch.rand(*shape, 3, dtype=torch.float64, generator=source)
+    return hidden, confidences, torch.rand(*shape, generator=source) < 0.6
+
+
+def selector(trained=True, budgets=(4, 9)):
+    """A trained one has its last layer drawn at random: at zero it would hide what the layers below do."""
+    torch.manual_seed(1)
+    network = Selector(SelectorConfig(width=8, layers=1, heads=2, budgets=budgets), TRUNK.width).double()
+    if trained:
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.normal_(std=0.5)
+    return network
+
+
+@torch.no_grad()
+def test_an_untrained_selector_is_the_iid_rule():
+    """t steps follow this one, so each mask is revealed now with probability 1 / (t + 1)."""
+    hidden, confidences, masked = selector_input(9, 6)
+    t = torch.arange(1, 10)
+    for budget in (4, 9):
+        p = selector(trained=False)(hidden, confidences, masked, t, budget).sigmoid()
+        expected = (1 / (t + 1)).float()[:, None].expand_as(p)
+        assert torch.allclose(p[masked], expected[masked], rtol=0, atol=1e-7)
+
+
+@torch.no_grad()
+def test_everything_the_selector_is_given_matters():
+    hidden, confidences, masked = selector_input(1, 6)
+    t, network = torch.tensor([3]), selector()
+    before = network(hidden, confidences, masked, t, 9)
+    without_shift = before + t.log()
+    later = network(hidden, confidences, masked, t + 1, 9) + (t + 1).log()
+    changed = {
+        "hidden": network(hidden + 0.1, confidences, masked, t, 9),
+        "budget": network(hidden, confidences, masked, t, 4),
+        "masked": network(hidden, confidences, ~masked, t, 9),
+        **{
+            f"confidence {j}": network(hidden, confidences + 0.1 * torch.eye(3)[j], masked, t, 9) for j in range(3)
+        },
+    }
+    for name, logits in changed.items():
+        assert (logits - before).abs().max() > 1e-4, name
+    assert (later - without_shift).abs().max() > 1e-4
+
+
+@torch.no_grad()
+def test_positions_of_the_selector_look_at_each_other():
+    hidden, confidences, masked = selector_input(1, 6)
+    t, network = torch.tensor([3]), selector()
+    before = network(hidden, confidences, masked, t, 9)
+    for n in range(6):
+        shifted = hidden.clone()
+        shifted[0, n, 0] += 1
+        assert ((network(shifted, confidences, masked, t, 9) - before).abs() > 1e-7).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_selector_sees_neither_padding_nor_other_rows(side):
+    network, lengths, L = selector(), (4, 7, 2), 7
+    hidden, confidences, masked = selector_input(3, L, seed=7)  # what stands on the padding is junk
+    times = torch.tensor([1, 3, 8])
+    attention = torch.zeros(3, L, dtype=torch.bool)
+    rows = []
+    for row, length in enumerate(lengths):
+        where = slice(0, length) if side == "right" else slice(L - length, L)
+        own = selector_input(1, length, seed=row)
+        attention[row, where] = True
+        for canvas, values in zip((hidden, confidences, masked), own, strict=True):
+            canvas[row, where] = values[0]
+        rows.append(network(*own, times[row : row + 1], 9)[0])
+    batch = network(hidden, confidences, masked, times, 9, attention)
+    for row, alone in enumerate(rows):
+        assert torch.allclose(batch[row, attention[row]], alone, rtol=0, atol=1e-6)  # logits leave as float32
+
+
+def parameters(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_the_selector_is_small_beside_the_denoiser():
+    config = SIZES["85m"]
+    with torch.device("meta"):
+        trunk = Denoiser(config, V).backbone.blocks
+        network = Selector(SelectorConfig(config.width // 4, layers=1, heads=5, budgets=(5,)), config.width)
+    assert parameters(network) < 0.06 * parameters(trunk)
+
+
+@pytest.mark.parametrize("budgets", [(), (0,), (5, -1)])
+def test_a_selector_needs_budgets_of_at_least_one(budgets):
+    with pytest.raises(ValueError, match="at least one budget T >= 1") as caught:
+        SelectorConfig(width=8, layers=1, heads=2, budgets=budgets)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [{"width": 0}, {"layers": 0}, {"heads": 3}])
+def test_bad_shapes_of_a_selector_are_refused(shape):
+    with pytest.raises(ValueError, match="must be"):
+        Selector(SelectorConfig(**{"width": 8, "layers": 1, "heads": 2, "budgets": (3,), **shape}), TRUNK.width)
+
+
+# --- scorer -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_scores_lie_between_zero_and_one_even_where_logits_are_huge():
+    torch.manual_seed(0)
+    scorer = OrderScorer(TRUNK, V, initial_spread=1000.0)
+    scores = scorer(torch.randint(V, (8, 10), generator=generator()))
+    assert scores.shape == (8, 10)
+    assert scores.dtype == torch.float32
+    assert scores.min() >= 0
+    assert scores.max() <= 1
+
+
+@torch.no_grad()
+def test_scores_depend_on_the_prompt_and_not_on_padding():
+    torch.manual_seed(0)
+    scorer = OrderScorer(TRUNK, V).double()
+    x = torch.randint(V, (1, 8), generator=generator())
+    other_prompt, other_padding = x.clone(), x.clone()
+    other_prompt[0, 0] = (x[0, 0] + 1) % V
+    other_padding[0, 6:] = (x[0, 6:] + 1) % V
+    assert ((scorer(other_prompt) - scorer(x))[0, 1:].abs() > 1e-7).all()
+    attention = torch.arange(8)[None] < 6
+    assert torch.equal(scorer(other_padding, attention)[0, :6], scorer(x, attention)[0, :6])
+    assert torch.allclose(scorer(x, attention)[0, :6], scorer(x[:, :6])[0], atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "config",
+    [BackboneConfig(48, 2, 4, 128), BackboneConfig(128, 4, 4, 512, absolute_positions=True)],
+    ids=["width 48", "width 128"],
+)
+def test_the_first_trajectories_take_several_steps(config, seed):
+    """With scores all alike every q would be near one and the first step would reveal the whole sequence."""
+    torch.manual_seed(seed)
+    B, k, N, budget = 16, 8, 16, 16
+    scores = OrderScorer(config, vocab_size=32)(torch.randint(32, (B, N)))
+    response = torch.ones(B, N, dtype=torch.bool)
+    drawn = sample_trajectories(
+        scores, response, torch.zeros(B, dtype=torch.long), budget, tau=0.1, uniforms=torch.rand(budget - 1, B, k, N)
+    )
+    last = torch.where(drawn.masked, 0, drawn.reveal_time).amin(-1)  # time runs down from T - 1
+    steps = (budget - last).double()
+    assert steps.mean() >= 3, f"{steps.mean():.2f} steps"

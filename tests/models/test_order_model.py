@@ -1,0 +1,249 @@
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from unmask.models.backbone import BackboneConfig
+from unmask.models.networks import SelectorConfig
+from unmask.models.order_model import MASK_TOKEN, ModelFolderError, OrderModel, OrderModelConfig, word_level_tokenizer
+from unmask.variational.selection import Bernoulli, NonEmpty
+
+WORDS = ["zero", "one", "two", "+", "="]
+SMALL = BackboneConfig(width=8, layers=1, heads=2, intermediate=12, max_length=16, qk_norm=True)
+PLAIN = OrderModelConfig(vocab_size=len(WORDS), denoiser=SMALL)
+WHOLE = replace(
+    PLAIN,
+    selector=SelectorConfig(width=4, layers=1, heads=1, budgets=(2, 5)),
+    scorer=replace(SMALL, absolute_positions=True, rope_theta=500.0),
+    selection="bernoulli",
+    tau=0.07,
+)
+CONFIGS = {
+    "denoiser only": PLAIN,
+    "tied head": replace(PLAIN, tied_head=True),
+    "selector only": replace(WHOLE, scorer=None),
+    "all three": WHOLE,
+    "all three, tied head": replace(WHOLE, tied_head=True),
+}
+
+
+def build(config):
+    torch.manual_seed(3)
+    model = OrderModel(config, word_level_tokenizer(WORDS))
+    with torch.no_grad():
+        for parameter in model.parameters():  # initial values would come back by themselves from zeros and ones
+            parameter.normal_()
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A whole model, saved, to be damaged."""
+    build(WHOLE).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def refused(folder) -> str:
+    with pytest.raises(ModelFolderError) as caught:
+        OrderModel.from_pretrained(folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert Path(folder).name in message
+    return message
+
+
+def edit_config(folder, change):
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    change(fields)
+    path.write_text(json.dumps(fields))
+
+
+# --- round trip -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_round_trip_is_exact(tmp_path, config):
+    saved = build(config)
+    saved.save_pretrained(tmp_path / "runs" / "model")
+    loaded = OrderModel.from_pretrained(str(tmp_path / "runs" / "model"))
+    assert loaded.config == config
+    assert (loaded.selector is None) == (config.selector is None)
+    assert (loaded.scorer is None) == (config.scorer is None)
+    weights = loaded.state_dict()
+    assert weights.keys() == saved.state_dict().keys()
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(weights[name], tensor), name
+    text = "two + one = [MASK]"
+    assert loaded.tokenizer.encode(text).ids == saved.tokenizer.encode(text).ids == [2, 3, 1, 4, 5]
+    x = torch.tensor([[2, 3, 1, 4, 5]])
+    assert torch.equal(loaded.denoiser(x), saved.denoiser(x))
+    assert not loaded.training
+
+
+def test_the_form_of_the_selector_comes_back(tmp_path):
+    for form in (NonEmpty, Bernoulli):
+        build(replace(WHOLE, selection=form.name)).save_pretrained(tmp_path)
+        assert isinstance(OrderModel.from_pretrained(tmp_path).selection, form)
+
+
+def test_the_folder_holds_three_files_and_no_pickle(folder):
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    for path in folder.iterdir():
+        start = path.read_bytes()[:2]
+        assert not start.startswith(b"PK")  # torch.save's zip
+        assert not start.startswith(b"\x80")  # a bare pickle
+
+
+def test_saving_again_overwrites(folder):
+    plain = build(PLAIN)
+    plain.save_pretrained(folder)
+    assert OrderModel.from_pretrained(folder).config == PLAIN
+
+
+def test_an_interrupted_save_is_no_model(folder, monkeypatch):
+    """config.json is written last, and the old one is gone before the weights change."""
+
+    def full_disk(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("unmask.models.order_model.save_file", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        build(WHOLE).save_pretrained(folder)
+    assert "config.json is missing" in refused(folder)
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_folder_is_refused(tmp_path):
+    assert "no such folder" in refused(tmp_path / "nowhere")
+
+
+def test_a_file_is_not_a_folder(folder):
+    assert "no such folder" in refused(folder / "config.json")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_missing_file_is_named(folder, name):
+    (folder / name).unlink()
+    assert f"{name} is missing" in refused(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 8, 100, -1])
+def test_truncated_weights_are_refused(folder, kept):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    assert "model.safetensors is damaged" in refused(folder)
+
+
+def test_a_flipped_bit_in_the_header_of_the_weights_is_refused(folder):
+    """Whatever the bit hits: the header's length, its JSON, a name, a shape, an offset."""
+    path = folder / "model.safetensors"
+    intact = path.read_bytes()
+    header = 8 + int.from_bytes(intact[:8], "little")
+    for place in range(0, header, 41):
+        damaged = bytearray(intact)
+        damaged[place] ^= 1 << (place % 8)
+        path.write_bytes(damaged)
+        assert re.search("is damaged|does not fit", refused(folder)), place
+
+
+@pytest.mark.parametrize("text", ["", "{", "not json", "[]", "[1, 2]", "null", "3", '"text"', "{}", '{"vocab_size": 5}'])
+def test_a_config_that_is_none_is_refused(folder, text):
+    (folder / "config.json").write_text(text)
+    assert "is not the config of an unmask model" in refused(folder)
+
+
+def test_a_config_that_is_not_text_is_refused(folder):
+    (folder / "config.json").write_bytes(b"\xff\xfe\x00{")
+    assert "is not the config of an unmask model" in refused(folder)
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_another_format_version_is_refused(folder, version):
+    edit_config(folder, lambda fields: fields.update(format_version=version))
+    assert f"has format version {version}, this unmask reads version 1" in refused(folder)
+
+
+@pytest.mark.parametrize("part", [None, "denoiser", "selector", "scorer"])
+def test_an_unknown_key_is_named(folder, part):
+    edit_config(folder, lambda fields: (fields[part] if part else fields).update(dropout=0.1))
+    assert "dropout" in refused(folder)
+
+
+@pytest.mark.parametrize("part", ["denoiser", "selector", "scorer", "vocab_size"])
+def test_a_missing_key_is_named(folder, part):
+    edit_config(folder, lambda fields: fields.pop(part))
+    assert part in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        ("denoiser", "width", 9),
+        ("denoiser", "width", "eight"),
+        ("denoiser", "width", 8.0),
+        ("denoiser", "layers", 0),
+        ("denoiser", "heads", None),
+        ("selector", "budgets", []),
+        ("selector", "budgets", 5),
+        ("selector", "width", 0),
+        ("selector", "heads", 3),
+        ("scorer", "heads", 3),
+        (None, "vocab_size", "five"),
+        (None, "vocab_size", -3),
+        (None, "selection", "greedy"),
+        (None, "denoiser", [8, 1, 2, 12]),
+        (None, "selector", "small"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused(folder, part, field, value):
+    edit_config(folder, lambda fields: (fields[part] if part else fields).update({field: value}))
+    assert "config.json is damaged" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        ("denoiser", "width", 16),
+        ("denoiser", "layers", 2),
+        ("scorer", "absolute_positions", False),
+        ("selector", "width", 8),
+        (None, "vocab_size", 6),
+        (None, "tied_head", True),
+        (None, "selector", None),
+        (None, "scorer", None),
+    ],
+)
+def test_a_config_that_does_not_fit_the_weights_is_refused(folder, part, field, value):
+    edit_config(folder, lambda fields: (fields[part] if part else fields).update({field: value}))
+    assert "does not fit config.json" in refused(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", '{"model": {"type": "Unheard"}}'])
+def test_a_damaged_tokenizer_is_refused(folder, text):
+    (folder / "tokenizer.json").write_text(text)
+    assert "tokenizer.json is damaged" in refused(folder)
+
+
+def test_a_truncated_tokenizer_is_refused(folder):
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text()[:-20])
+    assert "tokenizer.json is damaged" in refused(folder)
+
+
+# --- tokenizer --------------------------------------------------------------------------------------------------------
+
+
+def test_word_level_ids_are_the_places_in_the_vocabulary():
+    tokenizer = word_level_tokenizer(WORDS)
+    assert tokenizer.get_vocab_size() == len(WORDS) + 1
+    assert [tokenizer.token_to_id(word) for word in WORDS] == list(range(len(WORDS)))
+    assert tokenizer.token_to_id(MASK_TOKEN) == len(WORDS) == OrderModel(PLAIN, tokenizer).denoiser.mask_token_id
+    assert tokenizer.encode(" one +\ttwo = [MASK]\n").ids == [1, 3, 2, 4, 5]
+    assert tokenizer.decode([2, 0], skip_special_tokens=False) == "two zero"
