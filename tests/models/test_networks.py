@@ -91,9 +91,7 @@ def test_everything_the_selector_is_given_matters():
         "hidden": network(hidden + 0.1, confidences, masked, t, 9),
         "budget": network(hidden, confidences, masked, t, 4),
         "masked": network(hidden, confidences, ~masked, t, 9),
-        **{
-            f"confidence {j}": network(hidden, confidences + 0.1 * torch.eye(3)[j], masked, t, 9) for j in range(3)
-        },
+        **{f"confidence {j}": network(hidden, confidences + 0.1 * torch.eye(3)[j], masked, t, 9) for j in range(3)},
     }
     for name, logits in changed.items():
         assert (logits - before).abs().max() > 1e-4, name

@@ -153,7 +153,7 @@ def test_a_flipped_bit_in_the_header_of_the_weights_is_refused(folder):
         assert re.search("is damaged|does not fit", refused(folder)), place
 
 
-@pytest.mark.parametrize("text", ["", "{", "not json", "[]", "[1, 2]", "null", "3", '"text"', "{}", '{"vocab_size": 5}'])
+@pytest.mark.parametrize("text", ["", "{", "not json", "[]", "[1, 2]", "null", "3", '"text"', "{}", '{"tau": 5}'])
 def test_a_config_that_is_none_is_refused(folder, text):
     (folder / "config.json").write_text(text)
     assert "is not the config of an unmask model" in refused(folder)

@@ -31,6 +31,12 @@ def log_probabilities(logits: Tensor) -> Tensor:
 def confidence(log_p: Tensor) -> Confidence:
     """The three confidences [...] of log-probabilities [..., V]."""
     p = log_p.exp()
-    top = log_p.topk(min(2, log_p.shape[-1]), dim=-1).values
-    second = top[..., 1].exp() if top.shape[-1] > 1 else torch.zeros_like(top[..., 0])
-    return Confidence(log_top=top[..., 0], margin=top[..., 0].exp() - second, entropy=torch.special.entr(p).sum(-1))
+    top, index = p.topk(min(2, p.shape[-1]), dim=-1)
+    second = top[..., 1] if top.shape[-1] > 1 else torch.zeros_like(top[..., 0])
+    # log c = -log(1 + sum_{v not top} p(v) / c): a plain log_softmax rounds 1 + 1e-8 to 1 before it takes the log.
+    others = p.scatter(-1, index[..., :1], 0.0).sum(-1)
+    return Confidence(
+        log_top=-torch.log1p(others / top[..., 0]),
+        margin=top[..., 0] - second,
+        entropy=torch.special.entr(p).sum(-1),
+    )

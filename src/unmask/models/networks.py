@@ -47,12 +47,17 @@ class Denoiser(nn.Module):
 
 @dataclass(frozen=True)
 class SelectorConfig:
-    """A narrow transformer on the denoiser's hidden states; `budgets` are the T that it was trained for."""
+    """A narrow transformer on the denoiser's hidden states; `budgets` are the T that it was trained for.
+
+    `positions` > 0 gives it learned absolute positions of its own, up to that length: on a canvas that is all mask, the
+    denoiser's last layer says the same everywhere and need not remember where it is, but an order must start somewhere.
+    """
 
     width: int
     layers: int
     heads: int
     budgets: tuple[int, ...]
+    positions: int = 0
 
     def __post_init__(self) -> None:
         if not self.budgets or min(self.budgets) < 1:
@@ -79,6 +84,7 @@ class Selector(nn.Module):
         self.read_hidden = nn.Linear(denoiser_width, D)
         self.read_confidences = nn.Linear(self.CONFIDENCES + 1, D)
         self.read_time = nn.Sequential(nn.Linear(self.TIME_FEATURES, D), nn.SiLU(), nn.Linear(D, D))
+        self.positions = nn.Embedding(config.positions, D) if config.positions else None
         self.blocks = nn.ModuleList(Block(shape) for _ in range(config.layers))
         self.norm = nn.RMSNorm(D)
         self.out = nn.Linear(D, 1)
@@ -105,6 +111,8 @@ class Selector(nn.Module):
         said = torch.cat([confidences, masked[..., None]], dim=-1).to(hidden.dtype)
         x = self.read_hidden(hidden) + self.read_confidences(said) + self.read_time(time)[:, None]
         positions, attend = place(masked, attention)
+        if self.positions is not None:
+            x = x + self.positions(positions)
         rotary = rotary_angles(positions, self.shape.width // self.shape.heads, self.shape.rope_theta)
         for block in self.blocks:
             x = block(x, rotary, attend)

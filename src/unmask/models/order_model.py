@@ -40,6 +40,10 @@ class OrderModelConfig:
     selection: str = "nonempty"
     tau: float = 0.1
 
+    def __post_init__(self) -> None:
+        if self.selection not in SELECTIONS:
+            raise ValueError(f"selection must be one of {', '.join(SELECTIONS)}, got {self.selection!r}")
+
 
 class OrderModel(nn.Module):
     """The three networks of the bound.  `selector` and `scorer` are None before an order is learned."""
@@ -81,7 +85,10 @@ class OrderModel(nn.Module):
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # tokenizers raises plain Exception
             raise ModelFolderError(f"{folder}/tokenizer.json is damaged ({_first_line(error)})") from None
-        model = cls(config, tokenizer)
+        try:
+            model = cls(config, tokenizer)
+        except (TypeError, ValueError, RuntimeError) as error:  # values of the right names that build no network
+            raise ModelFolderError(f"{folder}/config.json is damaged ({_first_line(error)})") from None
         try:
             model.load_state_dict(load_file(folder / "model.safetensors"))
         except SafetensorError as error:
@@ -104,7 +111,7 @@ def _read_config(path: Path) -> OrderModelConfig:
     try:
         fields: dict[str, Any] = json.loads(path.read_text())
         version = fields.pop("format_version")
-    except (ValueError, KeyError, AttributeError, UnicodeDecodeError):
+    except (ValueError, KeyError, AttributeError, TypeError):  # no JSON, no such key, no object, a list
         raise ModelFolderError(f"{path} is not the config of an unmask model (no format_version)") from None
     if version != FORMAT_VERSION:
         raise ModelFolderError(

@@ -25,6 +25,7 @@ from unmask.training.recipe import Optimisation
 if TYPE_CHECKING:
     from unmask.tasks.task import Task
 
+Rates = dict[str, tuple[nn.Module, float]]  # a network by name: its module and its learning rate
 STAGE_IDS = 2**40  # each stage draws its examples from its own range of ids
 
 
@@ -55,7 +56,7 @@ def run_stage(
     name: str,
     index: int,
     objective: nn.Module,
-    rates: dict[str, tuple[nn.Module, float]],
+    rates: Rates,
     stage: Optimisation,
     task: Task,
     seed: int,

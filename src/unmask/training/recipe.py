@@ -2,7 +2,7 @@
 
 seed, init        top-level values
 [task]            name, and the options of that task
-[model]           the denoiser's shape: `size`, or width, layers, heads and intermediate; [model.selector], [model.scorer]
+[model]           the denoiser: `size`, or width, layers, heads, intermediate; [model.selector], [model.scorer]
 [denoise]         the plain masked-diffusion objective
 [order]           the paper's objective
 [evaluate]        what to compare when training is done
@@ -159,8 +159,10 @@ class Recipe:
     init: str = ""  # a run folder whose denoiser to start from
     precision: Literal["no", "bf16", "fp16"] = "no"  # autocast
     compile: bool = False  # torch.compile, on CUDA
+    threads: int = 0  # CPU threads; 0: torch's default; tiny models are fastest with 1
 
     def __post_init__(self) -> None:
+        _at_least(self, 0, "threads")
         if "name" not in self.task:
             raise ValueError("[task] needs a name")
         if not self.denoise and not self.order:

@@ -17,15 +17,16 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 from unmask.models.backbone import SIZES, BackboneConfig
-from unmask.models.networks import Denoiser, SelectorConfig
+from unmask.models.networks import SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
 from unmask.tasks import make_task
 from unmask.tasks.task import Task
-from unmask.training.loop import Metrics, NonFiniteError, run_stage
+from unmask.training.loop import Metrics, NonFiniteError, Rates, run_stage
 from unmask.training.objectives import DenoiseObjective, OrderObjective
-from unmask.training.recipe import DenoiseRecipe, ModelRecipe, OrderRecipe, Recipe, RecipeError
+from unmask.training.recipe import DenoiseRecipe, ModelRecipe, Optimisation, OrderRecipe, Recipe, RecipeError
 from unmask.variational.estimators import Baseline, LeaveOneOut, MovingAverage, NoBaseline
 
 
@@ -36,6 +37,8 @@ class RunFolderError(ValueError):
 def train(recipe: Recipe, out: Path, *, force: bool = False, cpu: bool = False) -> OrderModel:
     """Train what the recipe says into the folder `out` and return the model."""
     task = _task(recipe)
+    if recipe.threads:
+        torch.set_num_threads(recipe.threads)
     accelerator = Accelerator(mixed_precision=recipe.precision, cpu=cpu)
     with torch.random.fork_rng(), torch.device("cpu"):
         torch.manual_seed(recipe.seed)
@@ -47,20 +50,17 @@ def train(recipe: Recipe, out: Path, *, force: bool = False, cpu: bool = False) 
     model.to(accelerator.device)
 
     def stage(
-        name: str, index: int, objective: torch.nn.Module, rates: dict, optimisation, finished: OrderModel
+        name: str, index: int, objective: nn.Module, rates: Rates, how: Optimisation, trained: OrderModel
     ) -> None:
         try:
-            run_stage(
-                name, index, objective, rates, optimisation, task, recipe.seed, accelerator, metrics, recipe.compile
-            )
+            run_stage(name, index, objective, rates, how, task, recipe.seed, accelerator, metrics, recipe.compile)
         except NonFiniteError as error:
-            finished.save_pretrained(out / "last-good")
+            trained.save_pretrained(out / "last-good")
             raise RunFolderError(f"{error}; the last good state is in {out / 'last-good'}") from None
 
     if recipe.denoise:
-        objective = DenoiseObjective(model.denoiser, recipe.seed)
-        rates = {"denoiser": (model.denoiser, recipe.denoise.learning_rate)}
-        stage("denoise", 0, objective, rates, recipe.denoise, model)
+        rates: Rates = {"denoiser": (model.denoiser, recipe.denoise.learning_rate)}
+        stage("denoise", 0, DenoiseObjective(model.denoiser, recipe.seed), rates, recipe.denoise, model)
     if recipe.order:
         before = OrderModel(_plain(model.config), model.tokenizer).to(accelerator.device)
         before.denoiser.load_state_dict(model.denoiser.state_dict())
@@ -68,8 +68,8 @@ def train(recipe: Recipe, out: Path, *, force: bool = False, cpu: bool = False) 
         stage("order", 1, _order_objective(model, recipe), _order_rates(model, recipe.order), recipe.order, model)
         if recipe.order.denoiser_rate > 0:
             plain = continued(recipe)
-            objective = DenoiseObjective(before.denoiser, recipe.seed)
-            stage("baseline", 2, objective, {"denoiser": (before.denoiser, plain.learning_rate)}, plain, before)
+            rates = {"denoiser": (before.denoiser, plain.learning_rate)}
+            stage("baseline", 2, DenoiseObjective(before.denoiser, recipe.seed), rates, plain, before)
             before.save_pretrained(out / "baseline")
     model.requires_grad_(True).eval()
     model.save_pretrained(out)
@@ -127,7 +127,8 @@ def _denoiser(recipe: Recipe, task: Task) -> OrderModel:
         loaded = OrderModel.from_pretrained(recipe.init)
         if loaded.config.vocab_size != len(task.vocabulary):
             raise RecipeError(
-                f"init = {recipe.init!r} has {loaded.config.vocab_size} tokens, task {task.name} has {len(task.vocabulary)}"
+                f"init = {recipe.init!r} knows {loaded.config.vocab_size} tokens, but task {task.name} has "
+                f"{len(task.vocabulary)}: give the run of the same task"
             )
         model = OrderModel(_plain(loaded.config), loaded.tokenizer)
         model.denoiser.load_state_dict(loaded.denoiser.state_dict())
@@ -177,7 +178,11 @@ def _with_order(plain: OrderModel, recipe: Recipe) -> OrderModel:
         config = dataclasses.replace(
             plain.config,
             selector=SelectorConfig(
-                selector.width or max(32, trunk.width // 4), selector.layers, selector.heads, (order.budget,)
+                width=selector.width or max(32, trunk.width // 4),
+                layers=selector.layers,
+                heads=selector.heads,
+                budgets=(order.budget,),
+                positions=trunk.max_length if trunk.absolute_positions else 0,
             ),
             scorer=dataclasses.replace(
                 trunk, width=scorer_width, layers=scorer.layers, heads=scorer.heads, intermediate=2 * scorer_width
@@ -212,7 +217,7 @@ def _order_objective(model: OrderModel, recipe: Recipe) -> OrderObjective:
     )
 
 
-def _order_rates(model: OrderModel, order: OrderRecipe) -> dict[str, tuple[torch.nn.Module, float]]:
+def _order_rates(model: OrderModel, order: OrderRecipe) -> Rates:
     assert model.selector is not None
     assert model.scorer is not None
     return {
@@ -220,6 +225,3 @@ def _order_rates(model: OrderModel, order: OrderRecipe) -> dict[str, tuple[torch
         "selector": (model.selector, order.selector_rate),
         "scorer": (model.scorer, order.scorer_rate),
     }
-
-
-__all__ = ["Denoiser", "RunFolderError", "continued", "load_run", "train"]
