@@ -34,6 +34,11 @@ def test_a_token_of_probability_zero_is_never_chosen(temperature):
     assert set(drawn(P, temperature, uniforms).tolist()) <= {1, 3, 4}
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-320])
+def test_a_tiny_temperature_takes_the_most_probable(temperature):
+    assert drawn(P, temperature, [0.0, 0.5, BELOW_ONE]).tolist() == [3, 3, 3]
+
+
 @pytest.mark.parametrize("certain", range(4))
 def test_a_certain_token_is_always_chosen(certain):
     p = torch.zeros(4, dtype=torch.float64)

@@ -44,8 +44,26 @@ def test_no_steps(max_steps):
     refused(f"max_steps must be at least 1, got {max_steps}", PROMPTS, IID(), max_steps)
 
 
-def test_negative_temperature():
-    refused("temperature must not be negative, got -0.5", PROMPTS, IID(), 3, temperature=-0.5)
+@pytest.mark.parametrize("temperature", [-0.5, float("nan"), float("inf")])
+def test_no_temperature(temperature):
+    refused(
+        f"temperature must not be negative and must be finite, got {temperature}",
+        PROMPTS,
+        IID(),
+        3,
+        temperature=temperature,
+    )
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([1]), torch.tensor([1, 2, 3]), torch.tensor([[1, 2], [3, 4]])])
+def test_ids_that_do_not_fit_the_prompts(ids):
+    refused(f"each of the 2 prompts once, got shape {list(ids.shape)}", PROMPTS, IID(), 3, ids=ids)
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (2, 3), (2, 4, 1)])
+def test_attention_that_does_not_fit_the_prompts(shape):
+    attention = torch.ones(shape, dtype=torch.bool)
+    refused(f"attention has shape {list(shape)}, the prompts have [2, 4]", PROMPTS, IID(), 3, attention=attention)
 
 
 def test_a_budget_that_the_selector_was_not_trained_for():

@@ -19,17 +19,14 @@ from unmask.variational.selection import Bernoulli, NonEmpty
 
 V, N, T = 2, 3, 3
 MASK = V
-DRAWS = 40_000
+DRAWS = 30_000
 TABLES = tiny(NonEmpty(), length=N, vocab_size=V, budget=T, seed=4)
 THETA, PSI = 1.5 * TABLES.theta.detach(), 1.5 * TABLES.psi.detach()
+RADIX = (V + 1) ** torch.arange(N)
 MODEL = TABLES.model._replace(
-    denoiser=lambda x: THETA[row_of(x)].log_softmax(-1), selector=lambda x, t: PSI[t][row_of(x)]
+    denoiser=lambda x: THETA[(x * RADIX).sum(-1)].log_softmax(-1), selector=lambda x, t: PSI[t][(x * RADIX).sum(-1)]
 )
 PROMPTS = [(MASK, MASK, MASK), (MASK, 1, MASK)]
-
-
-def row_of(x):
-    return (torch.as_tensor(x) * (V + 1) ** torch.arange(N)).sum(-1)
 
 
 def sigmoid(s):
@@ -37,6 +34,12 @@ def sigmoid(s):
 
 
 # --- the slow truth ---------------------------------------------------------------------------------------------------
+
+MU, PSI_ROWS = THETA.softmax(-1).tolist(), PSI.tolist()
+
+
+def row_of(x):
+    return sum(token * (V + 1) ** n for n, token in enumerate(x))
 
 
 def product_law(p):
@@ -50,11 +53,11 @@ def product_law(p):
 
 def iid_law(x, i):
     masked = [n for n in range(N) if x[n] == MASK]
-    return {(chosen, 0): pr for chosen, pr in product_law({n: 1 / (T - i) for n in masked}).items()}
+    return {(chosen, 0): probability for chosen, probability in product_law(dict.fromkeys(masked, 1 / (T - i))).items()}
 
 
 def selector_probabilities(x, i):
-    logits = PSI[T - 1 - i, row_of(x)].tolist()
+    logits = PSI_ROWS[T - 1 - i][row_of(x)]
     return {n: sigmoid(logits[n]) for n in range(N) if x[n] == MASK}
 
 
@@ -82,7 +85,7 @@ def exact_law(prompt, reveal_law):
             law[x, steps, nothing] += probability
             return
         reveals = {(frozenset(masked), 0): 1.0} if i == T - 1 else reveal_law(x, i)
-        mu = THETA[row_of(x)].softmax(-1).tolist()
+        mu = MU[row_of(x)]
         for (chosen, fell_back), reveal_probability in reveals.items():
             places = sorted(chosen)
             for tokens in product(range(V), repeat=len(places)):
@@ -101,9 +104,9 @@ def exact_law(prompt, reveal_law):
 # --- draws against it -------------------------------------------------------------------------------------------------
 
 
-def draw(prompt, policy, theta=THETA):
+def draw(prompt, policy):
     prompts = torch.tensor(prompt).expand(DRAWS, N)
-    return generate(TabularDenoiser(theta), prompts, policy, T, seed=12, temperature=1.0)
+    return generate(TabularDenoiser(THETA), prompts, policy, T, seed=12, temperature=1.0)
 
 
 def outcomes(out):

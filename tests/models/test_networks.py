@@ -58,10 +58,11 @@ def selector_input(*shape, seed=0):
     return hidden, confidences, torch.rand(*shape, generator=source) < 0.6
 
 
-def selector(trained=True, budgets=(4, 9)):
+def selector(trained=True, positions=0):
     """A trained one has its last layer drawn at random: at zero it would hide what the layers below do."""
     torch.manual_seed(1)
-    network = Selector(SelectorConfig(width=8, layers=1, heads=2, budgets=budgets), TRUNK.width).double()
+    config = SelectorConfig(width=8, layers=1, heads=2, budgets=(4, 9), positions=positions)
+    network = Selector(config, TRUNK.width).double()
     if trained:
         with torch.no_grad():
             for parameter in network.parameters():
@@ -70,12 +71,13 @@ def selector(trained=True, budgets=(4, 9)):
 
 
 @torch.no_grad()
-def test_an_untrained_selector_is_the_iid_rule():
+@pytest.mark.parametrize("positions", [0, 7])
+def test_an_untrained_selector_is_the_iid_rule(positions):
     """t steps follow this one, so each mask is revealed now with probability 1 / (t + 1)."""
     hidden, confidences, masked = selector_input(9, 6)
     t = torch.arange(1, 10)
     for budget in (4, 9):
-        p = selector(trained=False)(hidden, confidences, masked, t, budget).sigmoid()
+        p = selector(trained=False, positions=positions)(hidden, confidences, masked, t, budget).sigmoid()
         expected = (1 / (t + 1)).float()[:, None].expand_as(p)
         assert torch.allclose(p[masked], expected[masked], rtol=0, atol=1e-7)
 
@@ -110,9 +112,10 @@ def test_positions_of_the_selector_look_at_each_other():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("positions", [0, 7])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_selector_sees_neither_padding_nor_other_rows(side):
-    network, lengths, L = selector(), (4, 7, 2), 7
+def test_the_selector_sees_neither_padding_nor_other_rows(side, positions):
+    network, lengths, L = selector(positions=positions), (4, 7, 2), 7
     hidden, confidences, masked = selector_input(3, L, seed=7)  # what stands on the padding is junk
     times = torch.tensor([1, 3, 8])
     attention = torch.zeros(3, L, dtype=torch.bool)
@@ -129,6 +132,24 @@ def test_the_selector_sees_neither_padding_nor_other_rows(side):
         assert torch.allclose(batch[row, attention[row]], alone, rtol=0, atol=1e-6)  # logits leave as float32
 
 
+@torch.no_grad()
+def test_only_positions_of_its_own_tell_equal_positions_apart():
+    """What the denoiser says of an all-mask canvas may be the same everywhere."""
+    hidden, confidences, t = torch.ones(1, 6, TRUNK.width).double(), torch.full((1, 6, 3), 0.3), torch.tensor([3])
+    masked = torch.ones(1, 6, dtype=torch.bool)
+    without = selector(positions=0)(hidden, confidences, masked, t, 9)[0]
+    assert torch.allclose(without, without[:1].expand(6), atol=1e-6)
+    with_them = selector(positions=6)(hidden, confidences, masked, t, 9)[0]
+    assert len(set(with_them.round(decimals=3).tolist())) == 6
+
+
+def test_too_long_for_the_positions_of_the_selector_is_said_in_one_line():
+    with pytest.raises(ValueError, match=r"8 tokens .* positions of 7") as caught:
+        selector(positions=7)(*selector_input(1, 8), torch.tensor([3]), 9)
+    assert "\n" not in str(caught.value)
+    selector(positions=0)(*selector_input(1, 8), torch.tensor([3]), 9)
+
+
 def parameters(module):
     return sum(parameter.numel() for parameter in module.parameters())
 
@@ -137,7 +158,8 @@ def test_the_selector_is_small_beside_the_denoiser():
     config = SIZES["85m"]
     with torch.device("meta"):
         trunk = Denoiser(config, V).backbone.blocks
-        network = Selector(SelectorConfig(config.width // 4, layers=1, heads=5, budgets=(5,)), config.width)
+        shape = SelectorConfig(config.width // 4, layers=1, heads=5, budgets=(5,), positions=1024)
+        network = Selector(shape, config.width)
     assert parameters(network) < 0.06 * parameters(trunk)
 
 
@@ -148,7 +170,7 @@ def test_a_selector_needs_budgets_of_at_least_one(budgets):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("shape", [{"width": 0}, {"layers": 0}, {"heads": 3}])
+@pytest.mark.parametrize("shape", [{"width": 0}, {"layers": 0}, {"heads": 3}, {"positions": -1}])
 def test_bad_shapes_of_a_selector_are_refused(shape):
     with pytest.raises(ValueError, match="must be"):
         Selector(SelectorConfig(**{"width": 8, "layers": 1, "heads": 2, "budgets": (3,), **shape}), TRUNK.width)

@@ -26,6 +26,7 @@ CONFIGS = {
     "tied head": replace(PLAIN, tied_head=True),
     "selector only": replace(WHOLE, scorer=None),
     "all three": WHOLE,
+    "a selector with positions": replace(WHOLE, selector=replace(WHOLE.selector, positions=7)),
     "all three, tied head": replace(WHOLE, tied_head=True),
 }
 
@@ -214,6 +215,7 @@ def test_a_value_that_cannot_be_is_refused(folder, part, field, value):
         ("denoiser", "layers", 2),
         ("scorer", "absolute_positions", False),
         ("selector", "width", 8),
+        ("selector", "positions", 9),
         (None, "vocab_size", 6),
         (None, "tied_head", True),
         (None, "selector", None),

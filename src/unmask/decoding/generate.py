@@ -63,8 +63,8 @@ def generate(
     """
     if max_steps < 1:
         raise ValueError(f"max_steps must be at least 1, got {max_steps}")
-    if temperature < 0:
-        raise ValueError(f"temperature must not be negative, got {temperature}")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must not be negative and must be finite, got {temperature}")
     policy.check(max_steps)
     tokens, attention = _canvas(prompts, attention, denoiser.mask_token_id)
     response = (tokens == denoiser.mask_token_id) & attention
@@ -73,6 +73,8 @@ def generate(
         raise ValueError(f"prompt {empty} has an empty response: put the mask token where something is to be written")
     B, device = len(tokens), tokens.device
     ids = torch.arange(B, device=device) if ids is None else ids.to(device)
+    if ids.shape != (B,):
+        raise ValueError(f"ids must name each of the {B} prompts once, got shape {list(ids.shape)}")
     num_response = response.sum(-1)
     position = attention.long().cumsum(-1) - 1  # [B, L]: names a draw, whatever the padding
 
@@ -127,7 +129,9 @@ def choose_tokens(log_p: Tensor, temperature: float, uniforms: Tensor) -> Tensor
     """
     if temperature == 0:
         return log_p.argmax(-1)
-    cdf = (log_p.double() / temperature).softmax(-1).cumsum(-1)
+    log_p = log_p.double()
+    # Relative to the most probable before the division, or a tiny temperature takes every token to -inf.
+    cdf = ((log_p - log_p.amax(-1, keepdim=True)) / temperature).softmax(-1).cumsum(-1)
     total = cdf[:, -1:]
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, target, right=True)[:, 0]
@@ -138,7 +142,10 @@ def _canvas(prompts: Tensor | Sequence[Tensor], attention: Tensor | None, mask_t
     if isinstance(prompts, Tensor):
         if prompts.ndim != 2 or len(prompts) == 0:
             raise ValueError(f"prompts must be [B, L] with B >= 1, got shape {list(prompts.shape)}")
-        return prompts.clone(), torch.ones_like(prompts, dtype=torch.bool) if attention is None else attention
+        attention = torch.ones_like(prompts) if attention is None else attention.to(prompts.device)
+        if attention.shape != prompts.shape:
+            raise ValueError(f"attention has shape {list(attention.shape)}, the prompts have {list(prompts.shape)}")
+        return prompts.to(torch.long, copy=True), attention.bool()  # tokenizers give 0 and 1
     if len(prompts) == 0:
         raise ValueError("the list of prompts is empty")
     if attention is not None:

@@ -54,7 +54,9 @@ class Policy(Protocol):
 
 def highest(score: Tensor, masked: Tensor, count: Tensor) -> Tensor:
     """[b, L] bool: the `count` [b] masked positions with the largest score, ties to the leftmost."""
-    order = score.masked_fill(~masked, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    lowest = torch.finfo(score.dtype).min  # a masked position is above all others, even with a score of -inf
+    ranked = torch.where(masked, score.clamp(min=lowest), -torch.inf)
+    order = ranked.sort(dim=-1, descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter_(
         -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
     )
@@ -132,6 +134,8 @@ class Learned:
         t = torch.full_like(step.num_response, step.max_steps - 1 - step.index)
         features = torch.where(step.masked[..., None], step.confidence.features(), 0.0)
         logits = self.selector(step.hidden, features, step.masked, t, step.max_steps, step.attention)
+        if not torch.isfinite(logits[step.masked]).all():
+            raise ValueError(f"the selector's logits are not finite at step {step.index}")
         reveal = self.selection.sample(logits, step.masked, step.uniforms())
         empty = ~reveal.any(-1)
         fallback = highest(logits, step.masked, torch.ones_like(t))

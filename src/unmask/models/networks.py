@@ -60,6 +60,8 @@ class SelectorConfig:
     positions: int = 0
 
     def __post_init__(self) -> None:
+        if self.positions < 0:
+            raise ValueError(f"positions must be 0 (none) or the longest sequence, got {self.positions}")
         if not self.budgets or min(self.budgets) < 1:
             raise ValueError(f"a selector needs at least one budget T >= 1, got {list(self.budgets)}")
 
@@ -112,6 +114,11 @@ class Selector(nn.Module):
         x = self.read_hidden(hidden) + self.read_confidences(said) + self.read_time(time)[:, None]
         positions, attend = place(masked, attention)
         if self.positions is not None:
+            if masked.shape[1] > self.config.positions:
+                raise ValueError(
+                    f"a sequence of {masked.shape[1]} tokens is longer than the selector's positions of "
+                    f"{self.config.positions}: shorten it or train with more"
+                )
             x = x + self.positions(positions)
         rotary = rotary_angles(positions, self.shape.width // self.shape.heads, self.shape.rope_theta)
         for block in self.blocks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -68,7 +69,8 @@ class OrderModel(nn.Module):
         weights = {name: tensor.detach().contiguous().cpu() for name, tensor in self.state_dict().items()}
         save_file(weights, folder / "model.safetensors")
         self.tokenizer.save(str(folder / "tokenizer.json"))
-        config = {"format_version": FORMAT_VERSION, **asdict(self.config)}
+        checksum = _checksum(folder / "model.safetensors")
+        config = {"format_version": FORMAT_VERSION, "weights_sha256": checksum, **asdict(self.config)}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
     @classmethod
@@ -80,7 +82,7 @@ class OrderModel(nn.Module):
         for name in ("config.json", "model.safetensors", "tokenizer.json"):
             if not (folder / name).is_file():
                 raise ModelFolderError(f"{folder}: {name} is missing, so no finished model is here; train it again")
-        config = _read_config(folder / "config.json")
+        config, checksum = _read_config(folder / "config.json")
         try:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # tokenizers raises plain Exception
@@ -96,6 +98,11 @@ class OrderModel(nn.Module):
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1].strip()
             raise ModelFolderError(f"{folder}/model.safetensors does not fit config.json: {reason}") from None
+        if checksum and checksum != _checksum(folder / "model.safetensors"):
+            raise ModelFolderError(
+                f"{folder}/model.safetensors is damaged: it is not the file whose weights_sha256 is in config.json "
+                "(if you changed the weights yourself, take that line out)"
+            )
         return model.eval()
 
 
@@ -107,7 +114,8 @@ def word_level_tokenizer(vocabulary: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def _read_config(path: Path) -> OrderModelConfig:
+def _read_config(path: Path) -> tuple[OrderModelConfig, str | None]:
+    """The config, and the checksum of the weights that belong to it."""
     try:
         fields: dict[str, Any] = json.loads(path.read_text())
         version = fields.pop("format_version")
@@ -119,15 +127,22 @@ def _read_config(path: Path) -> OrderModelConfig:
             "use the unmask that wrote it, or train again"
         )
     try:
+        checksum = fields.pop("weights_sha256", None)
         selector, scorer = fields.pop("selector"), fields.pop("scorer")
-        return OrderModelConfig(
+        config = OrderModelConfig(
             denoiser=BackboneConfig(**fields.pop("denoiser")),
             selector=SelectorConfig(**{**selector, "budgets": tuple(selector["budgets"])}) if selector else None,
             scorer=BackboneConfig(**scorer) if scorer else None,
             **fields,
         )
+        return config, checksum
     except (TypeError, ValueError, KeyError) as error:
         raise ModelFolderError(f"{path} is damaged ({_first_line(error)})") from None
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _first_line(error: BaseException) -> str:

@@ -26,6 +26,29 @@ class Outcome(NamedTuple):
     metrics: dict[str, Tensor]  # scalars without gradient
 
 
+class Reading(NamedTuple):
+    """What the denoiser says of the masked positions of R sequences, M of them."""
+
+    hidden: Tensor  # [R, L, D]
+    log_p: Tensor  # [M, V]: the masked positions only, row by row
+    log_mu: Tensor  # [R, L]: log-probability of the true token where masked, else 0
+
+
+def read_denoiser(denoiser: Denoiser, tokens: Tensor, masked: Tensor, attention: Tensor | None) -> Reading:
+    """Mask the clean tokens [R, L] where `masked` [R, L] and ask for them back; logits only where masked."""
+    hidden = denoiser.hidden(torch.where(masked, denoiser.mask_token_id, tokens), attention)
+    log_p = log_probabilities(denoiser.logits(hidden[masked]))
+    log_mu = log_p.gather(-1, tokens[masked][:, None])[:, 0]
+    return Reading(hidden, log_p, spread(log_mu, masked))
+
+
+def spread(values: Tensor, at: Tensor) -> Tensor:
+    """Values [M, ...] back to the True places of `at`, 0 elsewhere; differentiable."""
+    shape = (*at.shape, *values.shape[1:])
+    mask = at.view(*at.shape, *(1 for _ in values.shape[1:]))
+    return torch.zeros(shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
+
+
 class DenoiseObjective(nn.Module):
     """The standard masked-diffusion bound with a linear schedule, its time integrated out.
 
@@ -46,12 +69,8 @@ class DenoiseObjective(nn.Module):
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
         """examples and ids [B]; u [B] stratified uniforms, which choose the counts m."""
         masked = mask_uniform_count(examples, u, self.seed, ids)
-        x = torch.where(masked, self.denoiser.mask_token_id, examples.tokens)
-        hidden = self.denoiser.hidden(x, _attention(examples))
-        log_p = log_probabilities(self.denoiser.logits(hidden[masked]))  # [M, V]: the masked positions only
-        log_mu = log_p.gather(-1, examples.tokens[masked][:, None])[:, 0]
-        cross_entropy = -torch.zeros(masked.shape, device=log_mu.device).masked_scatter(masked, log_mu)
-        loss = (cross_entropy.sum(-1) / masked.sum(-1)).mean()
+        reading = read_denoiser(self.denoiser, examples.tokens, masked, padding(examples))
+        loss = -(reading.log_mu.sum(-1) / masked.sum(-1)).mean()
         return Outcome(loss, {"elbo": -loss.detach()})
 
 
@@ -110,7 +129,7 @@ class OrderObjective(nn.Module):
         """F1 and KL [B, k], log Q [B, k] and the masks of x_{t+1} [B, k, L], at the times t [B]."""
         model, k, response = self.model, self.trajectories, examples.response
         assert model.scorer is not None
-        scores = model.scorer(examples.tokens, _attention(examples))  # [B, L]: one pass, whatever k and t
+        scores = model.scorer(examples.tokens, padding(examples))  # [B, L]: one pass, whatever k and t
         drawn = sample_trajectories(scores, response, t, self.budget, model.config.tau, self._uniforms(ids, examples))
         log_q = log_prob(scores, response, t, self.budget, model.config.tau, drawn)
 
@@ -127,27 +146,19 @@ class OrderObjective(nn.Module):
 
     def _evaluate(self, examples: Examples, masked: Tensor, t: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
         """log mu of the true token and selector logits, [B, k, L] each, for the trajectories in `needed` [B, k]."""
-        model, denoiser = self.model, self.model.denoiser
+        model = self.model
         assert model.selector is not None
         row, _ = needed.nonzero(as_tuple=True)  # the sequence of each of R trajectories
         at = masked[needed]  # [R, L]
         tokens = examples.tokens[row]
-        attention = None if _attention(examples) is None else examples.attention[row]
+        attention = None if padding(examples) is None else examples.attention[row]
         with torch.set_grad_enabled(self.learn_denoiser and torch.is_grad_enabled()):
-            hidden = denoiser.hidden(torch.where(at, denoiser.mask_token_id, tokens), attention)  # [R, L, D]
-            log_p = log_probabilities(denoiser.logits(hidden[at]))  # [M, V]
-            log_mu = log_p.gather(-1, tokens[at][:, None])[:, 0]
-        said, read = confidence(log_p).features(), hidden
+            reading = read_denoiser(self.model.denoiser, tokens, at, attention)
+        said, hidden = confidence(reading.log_p).features(), reading.hidden
         if not self.attach_selector:
-            said, read = said.detach(), read.detach()
-        features = torch.zeros(*at.shape, said.shape[-1], device=at.device).masked_scatter(at[..., None], said)
-        logits = model.selector(read, features, at, t[row], self.budget, attention)  # [R, L]
-
-        def back(values: Tensor) -> Tensor:
-            """[R, L] to [B, k, L], 0 where a trajectory was not evaluated."""
-            return torch.zeros(masked.shape, device=values.device).masked_scatter(needed[..., None], values)
-
-        return back(torch.zeros(at.shape, device=at.device).masked_scatter(at, log_mu)), back(logits.float())
+            said, hidden = said.detach(), hidden.detach()
+        logits = model.selector(hidden, spread(said, at), at, t[row], self.budget, attention)  # [R, L]
+        return spread(reading.log_mu, needed), spread(logits, needed)
 
     def _uniforms(self, ids: Tensor, examples: Examples) -> Tensor:
         """[T-1, B, k, L]: a function of seed, id, trajectory, step and position alone."""
