@@ -16,7 +16,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
-	$(BIN)/unmask demo
+	$(BIN)/unmask demo --force
 
 test: $(READY)
 	$(BIN)/ruff check src tests benchmarks

@@ -1,0 +1,51 @@
+"""Learn the order in which a masked diffusion model writes.
+
+    import unmask
+
+    model = unmask.OrderModel.from_pretrained("runs/demo")
+    policy = unmask.policies.Learned(model.selector, model.selection)
+    out = unmask.generate(model.denoiser, prompts, policy=policy, max_steps=2, seed=0)
+
+The names are imported when they are first used: `import unmask` itself does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unmask.decoding import policies
+    from unmask.decoding.generate import Generation, generate
+    from unmask.models.order_model import OrderModel
+    from unmask.tasks import make_task
+    from unmask.training.recipe import load_recipe
+    from unmask.training.run import train
+    from unmask.variational import enumeration
+
+_HOMES = {
+    "OrderModel": "unmask.models.order_model",
+    "generate": "unmask.decoding.generate",
+    "Generation": "unmask.decoding.generate",
+    "make_task": "unmask.tasks",
+    "load_recipe": "unmask.training.recipe",
+    "train": "unmask.training.run",
+}
+_MODULES = {"policies": "unmask.decoding.policies", "enumeration": "unmask.variational.enumeration"}
+
+__all__ = [
+    "Generation",
+    "OrderModel",
+    "enumeration",
+    "generate",
+    "load_recipe",
+    "make_task",
+    "policies",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(_MODULES[name])
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'unmask' has no attribute {name!r}")

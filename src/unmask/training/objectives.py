@@ -168,6 +168,6 @@ class OrderObjective(nn.Module):
         return uniforms(self.seed, Purpose.TRAJECTORY, ids[:, None, None], trajectory, steps, position)
 
 
-def _attention(examples: Examples) -> Tensor | None:
+def padding(examples: Examples) -> Tensor | None:
     """None where nothing is padded, which lets attention take its fastest path."""
     return None if bool(examples.attention.all()) else examples.attention

@@ -86,19 +86,25 @@ def continued(recipe: Recipe) -> DenoiseRecipe:
     )
 
 
+def load_task(folder: Path) -> tuple[Recipe, Task]:
+    """The recipe of a run and the task that it names."""
+    try:
+        recipe = Recipe.from_json((folder / "recipe.json").read_text())
+    except (OSError, ValueError):
+        raise RunFolderError(f"{folder}/recipe.json is missing or damaged: train the run again") from None
+    return recipe, _task(recipe)
+
+
 def load_run(folder: Path) -> tuple[OrderModel, OrderModel, Recipe, Task]:
     """The model of a finished run, the model whose denoiser the heuristics run on, the recipe and the task.
 
     The heuristics' denoiser is the model's own when the order was learned on frozen weights, else RUN/baseline.
     """
     model = OrderModel.from_pretrained(folder)
-    try:
-        recipe = Recipe.from_json((folder / "recipe.json").read_text())
-    except (OSError, ValueError):
-        raise RunFolderError(f"{folder}/recipe.json is missing or damaged: train the run again") from None
+    recipe, task = load_task(folder)
     joint = recipe.order is not None and recipe.order.denoiser_rate > 0
     plain = OrderModel.from_pretrained(folder / "baseline") if joint else model
-    return model, plain, recipe, _task(recipe)
+    return model, plain, recipe, task
 
 
 def _task(recipe: Recipe) -> Task:

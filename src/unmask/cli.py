@@ -1,0 +1,372 @@
+"""The command line.  torch and what builds on it is imported inside the commands: `--help` must not wait for it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from unmask.evaluation import Order, Record
+    from unmask.training.recipe import Recipe
+
+app = typer.Typer(
+    help="Learn the order in which a masked diffusion model writes, and compare it with other unmasking rules.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing run folder.")]
+Cpu = Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where a GPU is present.")]
+Run = Annotated[Path, typer.Argument(help="Folder of a finished run.", show_default=False)]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command; whatever the user can mend is one line on stderr and exit code 2."""
+    try:
+        app(arguments)
+    except (ValueError, OSError) as error:
+        message = " ".join(str(error).split())
+        typer.echo(f"unmask: {message}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("unmask: interrupted", err=True)
+        sys.exit(130)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Run folder to write.")] = Path("runs/demo"),
+    seed: Seed = 0,
+    force: Force = False,
+) -> None:
+    """Learn an order on a small puzzle and compare it: about two minutes on a laptop CPU.
+
+    Trains recipe `groups`, prints a table, and writes the model, results.jsonl and report.html to runs/demo.
+    Fails with exit code 1 if the learned order does not win.
+    """
+    from unmask.training.recipe import load_recipe
+    from unmask.training.run import train as train_run
+
+    started = time.perf_counter()
+    recipe = load_recipe("groups", [f"seed={seed}"])
+    train_run(recipe, out, force=force, cpu=True)
+    records = _evaluate_run(out, [], [], None, None, None, cpu=True)
+    _write_report([out], out / "report.html")
+    cpu_seconds = time.process_time()
+    typer.echo(
+        f"report: {out / 'report.html'}   ({time.perf_counter() - started:.0f} s, {cpu_seconds:.0f} CPU seconds)"
+    )
+    failures = verdict(records)
+    if failures:
+        for failure in failures:
+            typer.echo(f"unmask: the learned order did NOT win: {failure}", err=True)
+        raise typer.Exit(1)
+    typer.echo("The learned order wins at the same number of steps.")
+
+
+@app.command()
+def train(
+    recipe: Annotated[
+        str, typer.Argument(help="A TOML file, or the name of a recipe that comes with unmask, such as groups.")
+    ],
+    out: Annotated[Path, typer.Option(help="Run folder to write.")],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a value: --set order.budget=3. May be repeated.")
+    ] = None,
+    force: Force = False,
+    cpu: Cpu = False,
+) -> None:
+    """Train what a recipe says: a denoiser, an order for it, or both."""
+    from unmask.training.recipe import load_recipe
+    from unmask.training.run import train as train_run
+
+    train_run(load_recipe(recipe, set_ or []), out, force=force, cpu=cpu)
+    typer.echo(f"model: {out}   next: unmask evaluate {out}")
+
+
+@app.command()
+def evaluate(
+    run: Run,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="iid, top-prob, margin or learned; may be repeated.", show_default="the recipe's"),
+    ] = None,
+    steps: Annotated[
+        list[int] | None, typer.Option(help="Budget of steps; may be repeated.", show_default="the recipe's")
+    ] = None,
+    examples: Annotated[int | None, typer.Option(min=1, help="Test examples.", show_default="the recipe's")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.", show_default="the recipe's")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.", show_default="the recipe's")] = None,
+    bound: Annotated[bool, typer.Option("--bound", help="The held-out bound instead, in nats a token.")] = False,
+    trajectories: Annotated[int, typer.Option(min=1, help="Trajectories a sequence and time, with --bound.")] = 8,
+    cpu: Cpu = False,
+) -> None:
+    """Score policies on a run's task; adds to RUN/results.jsonl and prints a table."""
+    if bound:
+        _evaluate_bound(run, examples, trajectories, seed, cpu)
+    else:
+        _evaluate_run(run, policy or [], steps or [], examples, temperature, seed, cpu)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of evaluated runs.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="The page to write.", show_default="report.html in the first run")
+    ] = None,
+) -> None:
+    """Draw the results of one or more runs as one self-contained HTML page."""
+    page = out or runs[0] / "report.html"
+    _write_report(runs, page)
+    typer.echo(f"report: {page}")
+
+
+@app.command()
+def sample(
+    run: Run,
+    policy: Annotated[
+        str, typer.Option(help="iid, top-prob, margin or learned.", show_default="learned if there is one")
+    ] = "",
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Budget of steps.", show_default="the learned budget, or 4")
+    ] = None,
+    num: Annotated[int, typer.Option(min=1, help="How many sequences.")] = 4,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
+    seed: Seed = 0,
+    trace: Annotated[bool, typer.Option("--trace", help="Print every step of the unmasking.")] = False,
+) -> None:
+    """Generate, and show what was written when: every token is coloured by the step that revealed it."""
+    import torch
+
+    from unmask.decoding.generate import generate
+    from unmask.evaluation import policy_named
+    from unmask.training.run import load_run
+
+    model, plain, _, task = load_run(run)
+    policy = policy or ("learned" if model.selector is not None else "top-prob")
+    rule = policy_named(policy, model)
+    denoiser = (model if policy == "learned" else plain).denoiser
+    budget = steps or (model.selector.budgets[0] if model.selector is not None else 4)
+    truth = task.examples(torch.arange(num), "test")
+    canvas = torch.where(truth.response, denoiser.mask_token_id, truth.tokens)
+    out = generate(denoiser, canvas, rule, budget, seed=seed, temperature=temperature)
+    valid = task.valid(out.tokens, truth).tolist()
+    console = _console()
+    console.print("step  " + "  ".join(f"[{_colour(i)}]{i}[/]" for i in range(budget)) + "   [dim]prompt[/]   · mask")
+    for row in range(num):
+        words = [task.vocabulary[token] for token in out.tokens[row].tolist()]
+        when = out.reveal_step[row].tolist()
+        count = int(out.num_steps[row])
+        for i in range(count if trace else 0):
+            console.print(f"  {i}   " + _line(words, when, until=i))
+        mark = "valid" if valid[row] else "not valid"
+        console.print(f"  {'=' if trace else ' '}   {_line(words, when, until=count)}   {count} steps, {mark}")
+
+
+def _line(words: list[str], when: list[int], until: int) -> str:
+    """The sequence after step `until`, coloured by step; what is still masked is a dot."""
+    shown = []
+    for word, step in zip(words, when, strict=True):
+        if step < 0:
+            shown.append(f"[dim]{word}[/]")
+        elif step > until:
+            shown.append("·".ljust(len(word)))
+        else:
+            shown.append(f"[{_colour(step)}]{word}[/]")
+    return " ".join(shown)
+
+
+def _colour(step: int) -> str:
+    return ["bright_yellow", "bright_green", "bright_cyan", "bright_blue", "bright_magenta", "bright_red"][step % 6]
+
+
+def verdict(records: list[Record]) -> list[str]:
+    """Why the learned order does not win: empty if it does.
+
+    It wins if its 95% interval lies above that of every heuristic at the same budget, and its valid samples are as
+    varied as true ones.
+    """
+    failures = []
+    for record in (r for r in records if r.trained_budget is not None):
+        rivals = [r for r in records if r.trained_budget is None and r.budget == record.budget]
+        failures += [
+            f"{rival.policy} is valid in [{rival.ci_low:.3f}, {rival.ci_high:.3f}] at {rival.budget} steps, "
+            f"learned in [{record.ci_low:.3f}, {record.ci_high:.3f}]"
+            for rival in rivals
+            if rival.ci_high >= record.ci_low
+        ]
+        if not record.diverse:
+            failures.append(
+                f"{record.distinct} distinct valid samples, outside the true distribution's 99% range "
+                f"[{record.distinct_low}, {record.distinct_high}]"
+            )
+    return failures
+
+
+def _evaluate_run(
+    run: Path,
+    policies: list[str],
+    budgets: list[int],
+    examples: int | None,
+    temperature: float | None,
+    seed: int | None,
+    cpu: bool,
+) -> list[Record]:
+    """Evaluate policies x budgets, the recipe's where none are named; print the table and add to the run's results."""
+    from unmask.evaluation import evaluate, policy_named
+    from unmask.report import append_jsonl, table
+    from unmask.training.run import load_run
+
+    model, plain, recipe, task = load_run(run)
+    if recipe.threads:
+        import torch
+
+        torch.set_num_threads(recipe.threads)
+    for each in (model, plain):
+        each.to(_device(cpu))
+    settings = recipe.evaluate
+    names = policies or [*(["learned"] if model.selector is not None else []), *settings.policies]
+    own = list(model.selector.budgets) if model.selector is not None else []
+    wanted = []
+    for name in names:
+        rule = policy_named(name, model)
+        for budget in (budgets or own) if name == "learned" else (budgets or settings.budgets or own or [task.length]):
+            if budget < 1:
+                raise ValueError(f"--steps must be at least 1, got {budget}")
+            rule.check(budget)
+            wanted.append((rule, budget))
+    number = examples or settings.examples
+    records: list[Record] = []
+    orders: list[Order] = []
+    with _progress("evaluate", number * len(wanted)) as advance:
+        for rule, budget in wanted:
+            record, order = evaluate(
+                model if rule.name == "learned" else plain,
+                task,
+                rule,
+                budget,
+                examples=number,
+                temperature=settings.temperature if temperature is None else temperature,
+                seed=recipe.seed if seed is None else seed,
+                label=_label(recipe),
+                advance=advance,
+            )
+            append_jsonl(run / "results.jsonl", [record])
+            append_jsonl(run / "orders.jsonl", [order])
+            records.append(record)
+            orders.append(order)
+    _console().print(table(records, _title(run), _caption(run)))
+    return records
+
+
+def _evaluate_bound(run: Path, examples: int | None, trajectories: int, seed: int | None, cpu: bool) -> None:
+    import json
+    from dataclasses import asdict
+
+    from unmask.evaluation import evaluate_bound
+    from unmask.report import bound_table
+    from unmask.training.run import load_run
+
+    model, plain, recipe, task = load_run(run)
+    for each in (model, plain):
+        each.to(_device(cpu))
+    number = examples or recipe.evaluate.examples
+    with _progress("bound", number) as advance:
+        bound = evaluate_bound(
+            model,
+            plain,
+            task,
+            examples=number,
+            trajectories=trajectories,
+            seed=recipe.seed if seed is None else seed,
+            advance=advance,
+        )
+    (run / "bound.json").write_text(json.dumps(asdict(bound), indent=2) + "\n")
+    _console().print(bound_table(bound, task.name))
+
+
+def _write_report(runs: list[Path], page: Path) -> None:
+    from unmask.report import order_picture, pictured, read_orders, read_records, write_html
+
+    sections = []
+    for run in runs:
+        if not run.is_dir():
+            raise ValueError(f"{run}: no such run folder")
+        records, orders = read_records(run / "results.jsonl"), read_orders(run / "orders.jsonl")
+        if not records:
+            raise ValueError(f"{run}/results.jsonl is empty: run `unmask evaluate {run}` first")
+        sections.append((_title(run), _caption(run), records, orders))
+        if chosen := pictured(orders):
+            order_picture(chosen).savefig(run / "orders.png", dpi=110)
+    write_html(page, sections)
+
+
+def _label(recipe: Recipe) -> str:
+    """What records call a model: the name of its size, or layers x width."""
+    if recipe.model is None:
+        return Path(recipe.init).name
+    return recipe.model.size or f"{recipe.model.layers}x{recipe.model.width}"
+
+
+def _title(run: Path) -> str:
+    """The task of a run with all that is known about it."""
+    from unmask.training.run import load_task
+
+    _, task = load_task(run)
+    facts = [f"{task.length} tokens"]
+    if task.min_steps is not None:
+        facts.append(f"best possible number of steps {task.min_steps}")
+    if task.entropy is not None:
+        facts.append(f"true entropy {task.entropy:.3f} nats a sequence")
+    return f"{task.name}: {', '.join(facts)}"
+
+
+def _caption(run: Path) -> str:
+    """Which denoiser each rule ran on."""
+    from unmask.training.run import continued, load_task
+
+    recipe, _ = load_task(run)
+    tokens = f"Tokens sampled at temperature {recipe.evaluate.temperature:g} unless the record says otherwise."
+    if recipe.order is None:
+        return f"Every rule runs on the same plainly trained denoiser. {tokens}"
+    if recipe.order.denoiser_rate == 0:
+        return f"The order was learned on a frozen denoiser; every rule runs on those very weights. {tokens}"
+    plain = continued(recipe)
+    return (
+        "The order was learned jointly with the denoiser. The heuristics run on the denoiser as it was before order "
+        f"learning, given as many further plain updates: {plain.updates} of {plain.batch} sequences. {tokens}"
+    )
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _device(cpu: bool) -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() and not cpu else "cpu"
+
+
+@contextmanager
+def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    from rich.progress import Progress
+
+    with Progress() as bar:
+        line = bar.add_task(f"{name:<9}", total=total)
+        yield lambda sequences: bar.advance(line, sequences)
