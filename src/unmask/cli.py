@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,18 +32,31 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an existing run fo
 Cpu = Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where a GPU is present.")]
 Run = Annotated[Path, typer.Argument(help="Folder of a finished run.", show_default=False)]
 
+# What typer raises for an unknown command or option and for a missing or wrong value; its home differs by version.
+UsageError: Any = typer.BadParameter.__base__
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; whatever the user can mend is one line on stderr and exit code 2."""
+    sys.path.insert(0, "")  # a task of the user's own, named "module:Class", may lie in the current folder
     try:
-        app(arguments)
+        code = app(arguments, prog_name="unmask", standalone_mode=False)
+    except UsageError as error:
+        if message := error.format_message():  # empty where no command was given: the help has been printed instead
+            command = error.ctx.command_path if error.ctx else "unmask"
+            _refuse(f"{message.rstrip('.')} (see `{command} --help`)")
+        sys.exit(2)
     except (ValueError, OSError) as error:
-        message = " ".join(str(error).split())
-        typer.echo(f"unmask: {message}", err=True)
+        _refuse(str(error))
         sys.exit(2)
     except KeyboardInterrupt:
         typer.echo("unmask: interrupted", err=True)
         sys.exit(130)
+    sys.exit(code)
+
+
+def _refuse(message: str) -> None:
+    typer.echo(f"unmask: {' '.join(message.split())}", err=True)
 
 
 @app.command()
@@ -199,9 +212,12 @@ def verdict(records: list[Record]) -> list[str]:
     It wins if its 95% interval lies above that of every heuristic at the same budget, and its valid samples are as
     varied as true ones.
     """
-    failures = []
-    for record in (r for r in records if r.trained_budget is not None):
+    learned = [r for r in records if r.trained_budget is not None]
+    failures = [] if learned else ["no learned order was evaluated"]
+    for record in learned:
         rivals = [r for r in records if r.trained_budget is None and r.budget == record.budget]
+        if not rivals:
+            failures.append(f"no heuristic was evaluated at {record.budget} steps")
         failures += [
             f"{rival.policy} is valid in [{rival.ci_low:.3f}, {rival.ci_high:.3f}] at {rival.budget} steps, "
             f"learned in [{record.ci_low:.3f}, {record.ci_high:.3f}]"
@@ -304,14 +320,15 @@ def _write_report(runs: list[Path], page: Path) -> None:
     sections = []
     for run in runs:
         if not run.is_dir():
-            raise ValueError(f"{run}: no such run folder")
+            raise ValueError(f"{run}: no such folder; give the folder of an evaluated run")
         records, orders = read_records(run / "results.jsonl"), read_orders(run / "orders.jsonl")
         if not records:
             raise ValueError(f"{run}/results.jsonl is empty: run `unmask evaluate {run}` first")
         sections.append((_title(run), _caption(run), records, orders))
+    write_html(page, sections)
+    for run, (_, _, _, orders) in zip(runs, sections, strict=True):
         if chosen := pictured(orders):
             order_picture(chosen).savefig(run / "orders.png", dpi=110)
-    write_html(page, sections)
 
 
 def _label(recipe: Recipe) -> str:

@@ -206,6 +206,8 @@ def evaluate_bound(
     """The bound on held-out sequences: every one of the T terms of every sequence, `trajectories` draws each."""
     if model.selector is None:
         raise ValueError("this run has no learned order, so it has no order bound: train one with an [order] section")
+    if examples < 2:
+        raise ValueError(f"a bound with its standard error needs at least 2 examples, got {examples}")
     budget = model.selector.budgets[0]
     device = next(model.parameters()).device
     objective = OrderObjective(model, budget, trajectories, NoBaseline(), seed)

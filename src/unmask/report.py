@@ -165,8 +165,9 @@ def order_picture(orders: Sequence[Order]) -> Figure:
 
     figure, panels = _figure(2.6 * len(orders) + 0.9, 3.1, columns=len(orders))
     budget = max(order.budget for order in orders)
-    scale = BoundaryNorm([step - 0.5 for step in range(budget + 1)], 256)
-    colours = mpl.colormaps["viridis_r"].with_extremes(bad="#e5e7eb")
+    shades = max(256, budget)  # BoundaryNorm wants one for every step
+    scale = BoundaryNorm([step - 0.5 for step in range(budget + 1)], shades)
+    colours = mpl.colormaps["viridis_r"].resampled(shades).with_extremes(bad="#e5e7eb")
     for axes, order in zip(panels if len(orders) > 1 else [panels], orders, strict=True):
         arranged = [position for group in order.layout for position in group]
         pixels = [[float("nan") if row[n] < 0 else row[n] for n in arranged] for row in order.reveal_step]

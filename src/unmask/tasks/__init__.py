@@ -22,11 +22,20 @@ TASKS = {
 
 
 def task_class(name: str) -> type[Any]:
-    """The class of a task: a dataclass whose fields are the task's options, each with a default."""
-    if name not in TASKS:
-        raise ValueError(f"unknown task {name!r}; {_choices(name, TASKS)}")
-    module, _, cls = TASKS[name].partition(":")
-    return getattr(importlib.import_module(module), cls)
+    """The class of a task: a dataclass whose fields are the task's options, each with a default.
+
+    `name` is one of TASKS, or "module:Class" for a task of your own that Python can import.
+    """
+    if name not in TASKS and ":" not in name:
+        raise ValueError(f"unknown task {name!r}; {_choices(name, TASKS)}, or give your own as 'module:Class'")
+    module, _, cls = TASKS.get(name, name).partition(":")
+    try:
+        found = getattr(importlib.import_module(module), cls)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"task {name!r} cannot be imported: {error}") from None
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        raise ValueError(f"task {name!r} must be a dataclass whose fields are its options")
+    return found
 
 
 def make_task(name: str, **options: int | bool | str) -> Task:

@@ -62,7 +62,6 @@ def run_stage(
     seed: int,
     accelerator: Accelerator,
     metrics: Metrics,
-    compile: bool = False,
 ) -> None:
     """Minimise `objective` for `stage.updates` updates.
 
@@ -77,8 +76,7 @@ def run_stage(
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=stage.weight_decay)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: learning_rate_factor(update, stage))
-    run = torch.compile(objective, dynamic=True) if compile and accelerator.device.type == "cuda" else objective
-    run, optimizer = accelerator.prepare(run, optimizer)
+    run, optimizer = accelerator.prepare(objective, optimizer)
     average = AveragedModel(objective, multi_avg_fn=get_ema_multi_avg_fn(stage.ema)) if stage.ema else None
 
     objective.train()
@@ -147,27 +145,26 @@ def _check_finite(recorded: dict[str, float], norms: dict[str, float], name: str
 
 @contextmanager
 def _progress(name: str, updates: int, visible: bool) -> Iterator[Callable[[dict[str, float]], None]]:
-    """A progress line: update, rate, time left, and smoothed metrics."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    """A progress line: update, rate, time left, and smoothed metrics; all of them fit in 80 columns."""
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     smooth: dict[str, float] = {}
     columns = (
-        TextColumn("{task.description:<9}"),
-        BarColumn(bar_width=20),
+        TextColumn("{task.description:<8}"),
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(compact=True),
         TextColumn("{task.fields[said]}"),
     )
-    labels = {"elbo": "bound", "reconstruction": "reconstruction", "order_kl": "KL", "q_steps": "Q steps"}
+    labels = {"elbo": "bound", "reconstruction": "recon", "order_kl": "KL", "q_steps": "Q steps"}
     with Progress(*columns, disable=not visible, refresh_per_second=4) as bar:
         line = bar.add_task(name, total=updates, said="", rate="")
 
         def advance(recorded: dict[str, float]) -> None:
             for key in recorded:
                 smooth[key] = 0.95 * smooth.get(key, recorded[key]) + 0.05 * recorded[key]
-            said = "  ".join(f"{label} {smooth[key]:.3f}" for key, label in labels.items() if key in smooth)
+            said = " ".join(f"{label} {smooth[key]:.3f}" for key, label in labels.items() if key in smooth)
             speed = bar.tasks[line].speed
-            bar.update(line, advance=1, said=said, rate=f"{speed:.1f}/s" if speed else "")
+            bar.update(line, advance=1, said=said, rate=f"{speed:.{0 if speed >= 10 else 1}f}/s" if speed else "")
 
         yield advance

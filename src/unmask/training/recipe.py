@@ -130,6 +130,8 @@ class OrderRecipe(Optimisation):
             )
         _at_least(self, 1, "trajectories")
         _at_least(self, 0, "denoiser_rate", "selector_rate", "scorer_rate")
+        if not (self.denoiser_rate or self.selector_rate or self.scorer_rate):
+            raise ValueError("denoiser_rate, selector_rate and scorer_rate are all 0: nothing would be learned")
         if self.attach_selector and self.denoiser_rate == 0:
             raise ValueError("attach_selector needs denoiser_rate > 0: a frozen denoiser takes no gradient")
 
@@ -138,7 +140,7 @@ class OrderRecipe(Optimisation):
 class EvaluateRecipe:
     examples: int = 1000
     temperature: float = 1.0
-    policies: tuple[str, ...] = ("iid", "top-prob", "margin")
+    policies: tuple[Literal["iid", "top-prob", "margin"], ...] = ("iid", "top-prob", "margin")  # beside the learned
     budgets: tuple[int, ...] = ()  # for the heuristics; the learned order runs at its own
 
     def __post_init__(self) -> None:
@@ -163,6 +165,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _at_least(self, 0, "threads")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
         if "name" not in self.task:
             raise ValueError("[task] needs a name")
         if not self.denoise and not self.order:

@@ -19,8 +19,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from unmask.models.backbone import SIZES, BackboneConfig
-from unmask.models.networks import SelectorConfig
+from unmask.models.backbone import SIZES, Backbone, BackboneConfig
+from unmask.models.networks import Selector, SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
 from unmask.tasks import make_task
 from unmask.tasks.task import Task
@@ -47,13 +47,13 @@ def train(recipe: Recipe, out: Path, *, force: bool = False, cpu: bool = False) 
     _prepare_folder(out, force)
     (out / "recipe.json").write_text(recipe.to_json())
     metrics = Metrics(out / "metrics.jsonl")
-    model.to(accelerator.device)
+    _place(model, recipe, accelerator)
 
     def stage(
         name: str, index: int, objective: nn.Module, rates: Rates, how: Optimisation, trained: OrderModel
     ) -> None:
         try:
-            run_stage(name, index, objective, rates, how, task, recipe.seed, accelerator, metrics, recipe.compile)
+            run_stage(name, index, objective, rates, how, task, recipe.seed, accelerator, metrics)
         except NonFiniteError as error:
             trained.save_pretrained(out / "last-good")
             raise RunFolderError(f"{error}; the last good state is in {out / 'last-good'}") from None
@@ -62,7 +62,7 @@ def train(recipe: Recipe, out: Path, *, force: bool = False, cpu: bool = False) 
         rates: Rates = {"denoiser": (model.denoiser, recipe.denoise.learning_rate)}
         stage("denoise", 0, DenoiseObjective(model.denoiser, recipe.seed), rates, recipe.denoise, model)
     if recipe.order:
-        before = OrderModel(_plain(model.config), model.tokenizer).to(accelerator.device)
+        before = _place(OrderModel(_plain(model.config), model.tokenizer), recipe, accelerator)
         before.denoiser.load_state_dict(model.denoiser.state_dict())
         before.save_pretrained(out / "denoiser")
         stage("order", 1, _order_objective(model, recipe), _order_rates(model, recipe.order), recipe.order, model)
@@ -121,7 +121,7 @@ def _prepare_folder(out: Path, force: bool) -> None:
     if out.is_dir() and any(out.iterdir()):
         if not force:
             raise RunFolderError(f"{out} already holds something: give another --out, or --force to replace it")
-        if not ((out / "recipe.json").exists() or (out / "config.json").exists()):
+        if not (out / "recipe.json").exists():  # a run's first file; config.json alone is any model of anybody
             raise RunFolderError(f"{out} is not a run folder, so --force will not replace it: give another --out")
         shutil.rmtree(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -146,8 +146,18 @@ def _denoiser(recipe: Recipe, task: Task) -> OrderModel:
     if task.length > longest:
         raise RecipeError(
             f"task {task.name} has sequences of {task.length} tokens, longer than the model's context of {longest}: "
-            "raise model.max_length"
+            + ("start from a run with a longer one" if recipe.init else "raise model.max_length")
         )
+    return model
+
+
+def _place(model: OrderModel, recipe: Recipe, accelerator: Accelerator) -> OrderModel:
+    """The model on its device, compiled there if the recipe asks for it."""
+    model.to(accelerator.device)
+    if recipe.compile and accelerator.device.type == "cuda":
+        for module in model.modules():
+            if isinstance(module, Backbone | Selector):  # the heavy parts; no shape inside them depends on the data
+                module.compile(dynamic=True)
     return model
 
 

@@ -1,0 +1,568 @@
+"""The two objectives against slow and exact evaluations: every mask enumerated, every trajectory by itself.
+
+The checks are then run on planted mistakes, and must reject every one of them.
+"""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training.small import padded, single, small_model
+from unmask.streams import stratified
+from unmask.tasks.task import Examples
+from unmask.training import objectives
+from unmask.training.objectives import DenoiseObjective, OrderObjective, mask_uniform_count, padding, spread
+from unmask.variational.enumeration import TinyModel, posterior_chain
+from unmask.variational.estimators import LeaveOneOut, MovingAverage, NoBaseline
+
+# A prompt at the start, in the middle and nowhere; 4, 2, 3 and 1 response positions.
+SEQUENCES = [[2, 0, 1, 1, 0], [1, 2, 0], [0, 2, 1], [1, 0]]
+RESPONSES = [[False, True, True, True, True], [True, False, True], [True, True, True], [False, True]]
+
+# --- the plain objective ----------------------------------------------------------------------------------------------
+
+ONE = padded(SEQUENCES[:1], RESPONSES[:1])
+N = 4
+
+
+def every_mask():
+    """[15, 5]: the non-empty subsets of the response."""
+    subsets = torch.tensor([subset for subset in product([False, True], repeat=N) if any(subset)])
+    masks = torch.zeros(len(subsets), 5, dtype=torch.bool)
+    masks[:, ONE.response[0]] = subsets
+    return masks
+
+
+def repeated(count):
+    return Examples(*(x.expand(count, -1) for x in (ONE.tokens, ONE.response, ONE.attention)))
+
+
+@torch.no_grad()
+def continuous_time_bound(denoiser):
+    """NELBO / N = 1/N int_0^1 dt sum_A t^|A| (1-t)^(N-|A|) 1/t sum_{n in A} -log mu^n, by Gauss-Legendre quadrature."""
+    masks = every_mask()
+    cross_entropy = []
+    for mask in masks:
+        x = torch.where(mask, denoiser.mask_token_id, ONE.tokens)
+        log_mu = denoiser(x)[0].log_softmax(-1)
+        cross_entropy.append(-sum(log_mu[n, ONE.tokens[0, n]] for n in mask.nonzero()[:, 0]).item())
+    nodes, node_weights = np.polynomial.legendre.leggauss(8)  # exact for polynomials up to degree 15; ours has 3
+    total = 0.0
+    for t, weight in zip((nodes + 1) / 2, node_weights / 2, strict=True):
+        for mask, value in zip(masks, cross_entropy, strict=True):
+            m = int(mask.sum())
+            total += weight * t**m * (1 - t) ** (N - m) / t * value
+    return total / N
+
+
+def expected_loss(objective, monkeypatch):
+    """E over m ~ U{1..N} and over the subsets of size m of the objective's own loss: the law of mask_uniform_count."""
+    total = 0.0
+    for m in range(1, N + 1):
+        masks = every_mask()
+        masks = masks[masks.sum(-1) == m]
+        monkeypatch.setattr(objectives, "mask_uniform_count", lambda *_, masks=masks: masks)
+        examples = repeated(len(masks))
+        total += objective(examples, torch.arange(len(masks)), torch.zeros(len(masks))).loss.item() / N
+    return total
+
+
+class DividedByLength(DenoiseObjective):
+    """1/N in place of 1/m: the plain cross-entropy of BERT, without the weight 1/t."""
+
+    def forward(self, examples, ids, u):
+        outcome = super().forward(examples, ids, u)
+        masked = objectives.mask_uniform_count(examples, u, self.seed, ids)
+        return outcome._replace(loss=outcome.loss * masked.sum(-1)[0] / N)
+
+
+class TrueTokensShown(DenoiseObjective):
+    """The denoiser sees what it is asked for."""
+
+    def forward(self, examples, ids, u):
+        masked = objectives.mask_uniform_count(examples, u, self.seed, ids)
+        log_mu = self.denoiser(examples.tokens).log_softmax(-1).gather(-1, examples.tokens[..., None])[..., 0]
+        return objectives.Outcome(-((log_mu * masked).sum(-1) / masked.sum(-1)).mean(), {})
+
+
+def test_the_plain_objective_is_the_continuous_time_bound(monkeypatch):
+    denoiser = small_model().denoiser
+    exact = continuous_time_bound(denoiser)
+    assert exact > 0.5
+    assert expected_loss(DenoiseObjective(denoiser, seed=0), monkeypatch) == pytest.approx(exact, abs=1e-12)
+
+
+@pytest.mark.parametrize("mistake", [DividedByLength, TrueTokensShown])
+def test_planted_mistakes_break_the_plain_objective(monkeypatch, mistake):
+    denoiser = small_model().denoiser
+    wrong = expected_loss(mistake(denoiser, seed=0), monkeypatch)
+    assert wrong != pytest.approx(continuous_time_bound(denoiser), abs=1e-3)
+
+
+def test_the_plain_objective_reports_what_it_minimises():
+    objective = DenoiseObjective(small_model().denoiser, seed=0)
+    outcome = objective(padded(SEQUENCES, RESPONSES), torch.arange(4), torch.tensor([0.1, 0.4, 0.6, 0.9]))
+    assert outcome.metrics["elbo"] == -outcome.loss
+    assert not outcome.metrics["elbo"].requires_grad
+    outcome.loss.backward()
+    assert all(parameter.grad is not None for parameter in objective.denoiser.parameters())
+
+
+def test_counts_are_one_to_n():
+    """m = 1 + floor(u N), row by row; u just below 1 gives N, never N + 1."""
+    examples = padded(SEQUENCES, RESPONSES)
+    below_one = torch.nextafter(torch.tensor(1.0, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64))
+    for u, expected in [
+        (0.0, [1, 1, 1, 1]),
+        (0.5, [3, 2, 2, 1]),
+        (0.7, [3, 2, 3, 1]),
+        (float(below_one), [4, 2, 3, 1]),
+    ]:
+        masked = mask_uniform_count(examples, torch.full((4,), u, dtype=torch.float64), 0, torch.arange(4))
+        assert masked.sum(-1).tolist() == expected
+
+
+def test_stratified_counts_are_uniform():
+    """Over a batch of a multiple of N, every count occurs equally often."""
+    u = stratified(3, 1, slots=torch.arange(24), total=24)
+    masked = mask_uniform_count(repeated(24), u, 0, torch.arange(24))
+    assert masked.sum(-1).bincount().tolist() == [0, 6, 6, 6, 6]
+
+
+def test_prompt_and_padding_are_never_masked():
+    examples = padded(SEQUENCES * 50, RESPONSES * 50, left=True, extra=1)
+    u = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    masked = mask_uniform_count(examples, u, 0, torch.arange(200))
+    assert masked.any(-1).all()
+    assert not (masked & ~examples.response).any()
+    assert not (masked & ~examples.attention).any()
+
+
+@pytest.mark.parametrize("m", [1, 2, 3])
+def test_subsets_are_uniform(m):
+    draws = 6000
+    u = torch.full((draws,), (m - 0.5) / N, dtype=torch.float64)
+    masked = mask_uniform_count(repeated(draws), u, 11, torch.arange(draws))[:, ONE.response[0]]
+    observed = (masked.long() * 2 ** torch.arange(N)).sum(-1).bincount(minlength=2**N)
+    possible = torch.tensor([bin(code).count("1") == m for code in range(2**N)])
+    assert observed[~possible].sum() == 0
+    expected = draws / int(possible.sum())
+    statistic = float(((observed[possible] - expected) ** 2 / expected).sum())
+    limit = {4: 21.11, 6: 25.74}[int(possible.sum())]  # chi-square with 3 and 5 degrees of freedom, 0.9999
+    assert statistic < limit
+
+
+def test_masks_do_not_depend_on_batch_or_padding():
+    ids, u = torch.tensor([5, 9, 2, 7]), torch.tensor([0.3, 0.6, 0.5, 0.2], dtype=torch.float64)
+    right = mask_uniform_count(padded(SEQUENCES, RESPONSES), u, 4, ids)
+    left_examples = padded(SEQUENCES, RESPONSES, left=True, extra=2)
+    left = mask_uniform_count(left_examples, u, 4, ids)
+    for row in range(4):
+        alone = padded(SEQUENCES[row : row + 1], RESPONSES[row : row + 1])
+        masked = mask_uniform_count(alone, u[row : row + 1], 4, ids[row : row + 1])[0]
+        assert torch.equal(masked, right[row, : len(masked)])
+        assert torch.equal(masked, left[row, -len(masked) :])
+    assert not torch.equal(right, mask_uniform_count(padded(SEQUENCES, RESPONSES), u, 5, ids)), "another seed"
+
+
+# --- the order objective ----------------------------------------------------------------------------------------------
+
+BUDGET, K = 3, 3
+LONG = [2, 0, 1, 1, 0, 2, 1]
+CASES = [  # id, sequence, response, t
+    (3, LONG, [False, *[True] * 6], 0),
+    (8, LONG, [True] * 7, 1),
+    (1, LONG, [True, False, *[True] * 5], 2),  # the first step: x_T, the same for all trajectories
+    (6, SEQUENCES[0], RESPONSES[0], 1),
+    (10, SEQUENCES[1], RESPONSES[1], 0),  # two positions are always revealed after two steps: no mask is left
+    (12, SEQUENCES[2], RESPONSES[2], 1),
+    (14, SEQUENCES[3], RESPONSES[3], 2),
+]
+IDS, TIMES = torch.tensor([case[0] for case in CASES]), torch.tensor([case[3] for case in CASES])
+
+
+def batch(left=False, extra=0):
+    return padded([case[1] for case in CASES], [case[2] for case in CASES], left, extra)
+
+
+def order_objective(cls=OrderObjective, selection="nonempty", **options):
+    return cls(small_model(budget=BUDGET, selection=selection, tau=0.1), BUDGET, K, LeaveOneOut(), seed=5, **options)
+
+
+def log_law(log_p, masked, nonempty):
+    """{r: log P(r)} over every r inside the masks, of independent Bern(p), conditioned on r != 0 if `nonempty`."""
+    inside = masked.nonzero()[:, 0].tolist()
+    law = {}
+    for r in product([0, 1], repeat=len(inside)):
+        if nonempty and not any(r):
+            continue
+        chosen = [log_p[n] if r_n else torch.log1p(-log_p[n].exp()) for n, r_n in zip(inside, r, strict=True)]
+        law[r] = sum(chosen, torch.zeros(()))
+    if nonempty and law:
+        total = torch.logsumexp(torch.stack(list(law.values())), 0)
+        law = {r: value - total for r, value in law.items()}
+    return law
+
+
+def slow_terms(model, tokens, response, masked, reveal_time, t):
+    """F1, KL and log Q of one trajectory of one sequence without padding, from the definitions."""
+    tau, mask = model.config.tau, model.denoiser.mask_token_id
+    alpha = model.scorer(tokens[None])[0]
+
+    def log_posterior(at):
+        return (alpha - alpha[at].max()) / tau
+
+    log_q_total = torch.zeros(())
+    still = response.clone()
+    for s in range(BUDGET - 1, t, -1):
+        if not still.any():
+            break
+        log_q = log_posterior(still)
+        for n in still.nonzero()[:, 0].tolist():
+            revealed = reveal_time[n] == s
+            certain = log_q[n] == 0
+            assert revealed or not certain, "the arg-max is always revealed"
+            log_q_total = log_q_total + (log_q[n] if revealed else torch.log1p(-log_q[n].exp()))
+        still = still & (reveal_time != s)
+    assert torch.equal(still, masked), "the masks are what the trajectory left"
+    if not masked.any():
+        return torch.zeros(()), torch.zeros(()), log_q_total
+
+    x = torch.where(masked, mask, tokens)[None]
+    hidden = model.denoiser.hidden(x)
+    log_p = model.denoiser.logits(hidden)[0].log_softmax(-1)  # [L, V]
+    log_mu = log_p[torch.arange(len(tokens)), tokens]
+    if t == 0:
+        return log_mu[masked].sum(), torch.zeros(()), log_q_total
+    log_q = log_posterior(masked)
+    reconstruction = (log_q.exp() * log_mu)[masked].sum()
+
+    p = log_p.detach().exp()
+    best = p.sort(-1, descending=True).values
+    said = torch.stack([best[:, 0], best[:, 0] - best[:, 1], -(p * p.log()).sum(-1)], dim=-1)
+    said = torch.where(masked[:, None], said, 0.0)
+    logits = model.selector(hidden.detach(), said[None], masked[None], torch.tensor([t]), BUDGET)[0]
+    law_p = log_law(torch.nn.functional.logsigmoid(logits), masked, model.config.selection == "nonempty")
+    law_q = log_law(log_q, masked, nonempty=False)
+    kl = sum(value.exp() * (value - law_p[r]) for r, value in law_q.items() if value > -torch.inf)
+    return reconstruction, kl, log_q_total
+
+
+def record_trajectories(monkeypatch):
+    drawn = []
+
+    def spy(*arguments, original=objectives.sample_trajectories):
+        drawn.append(original(*arguments))
+        return drawn[-1]
+
+    monkeypatch.setattr(objectives, "sample_trajectories", spy)
+    return drawn
+
+
+def slow_batch(model, examples, drawn, times):
+    """[B, k] each: F1, KL and log Q, a loop over sequences and trajectories."""
+    values = []
+    for b in range(len(examples)):
+        tokens, response = single(examples, b)
+        real = examples.attention[b]
+        for i in range(K):
+            masked, reveal_time = drawn.masked[b, i][real], drawn.reveal_time[b, i][real]
+            values.append(torch.stack(slow_terms(model, tokens, response, masked, reveal_time, int(times[b]))))
+    return torch.stack(values).view(len(examples), K, 3).unbind(-1)
+
+
+def check_terms(objective, monkeypatch, examples=None):
+    """The named terms of the objective are those of the slow evaluation, trajectory by trajectory."""
+    examples = batch() if examples is None else examples
+    drawn = record_trajectories(monkeypatch)
+    terms, log_q, masked = objective.terms(examples, IDS, TIMES)
+    assert torch.equal(masked, drawn[0].masked)
+    F1, KL, log_Q = slow_batch(objective.model, examples, drawn[0], TIMES)
+    for name, ours, truth in [
+        ("reconstruction", terms.reconstruction, F1),
+        ("order KL", terms.order_kl, KL),
+        ("log Q", log_q, log_Q),
+    ]:
+        torch.testing.assert_close(ours.double(), truth.double(), rtol=1e-5, atol=1e-5, msg=f"wrong {name}")
+    return terms, masked
+
+
+@pytest.mark.parametrize("selection", ["nonempty", "bernoulli"])
+def test_terms_are_those_of_each_trajectory_alone(monkeypatch, selection):
+    terms, masked = check_terms(order_objective(selection=selection), monkeypatch)
+    # The batch holds every case: the first step, the forced step, rows without a mask, trajectories that differ.
+    assert not masked[4].any()
+    assert (terms.elbo[4] == 0).all()
+    assert (masked[2] == batch().response[2]).all()
+    assert (terms.elbo[2] == terms.elbo[2, 0]).all()
+    assert masked[0].any(-1).all()
+    assert (terms.order_kl[TIMES == 0] == 0).all()
+    assert (terms.order_kl[[1, 2, 3]] > 0.1).any(-1).all()
+    for row in (0, 1):
+        assert not (masked[row] == masked[row, :1]).all(), "the draw has no power"
+
+
+class _Misled(OrderObjective):
+    """An order objective with one planted mistake in what it evaluates."""
+
+    def _evaluate(self, examples, masked, t, needed):
+        log_mu, logits = super()._evaluate(examples, masked, t, needed)
+        return self.mislead(log_mu, logits)
+
+    def mislead(self, log_mu, logits):
+        return log_mu, logits
+
+
+class WrongTime(_Misled):
+    def _evaluate(self, examples, masked, t, needed):
+        return super()._evaluate(examples, masked, t + 1, needed)
+
+
+class OtherTrajectory(_Misled):
+    """Values land on the neighbouring trajectory."""
+
+    def mislead(self, log_mu, logits):
+        return log_mu.roll(1, dims=1), logits.roll(1, dims=1)
+
+
+class FirstStandsForAll(_Misled):
+    """Right at t = T-1 only, where x_T is the same for all."""
+
+    def mislead(self, log_mu, logits):
+        return log_mu[:, :1].expand_as(log_mu), logits[:, :1].expand_as(logits)
+
+
+class FirstStepNotShared(_Misled):
+    """All but the first trajectory of t = T-1 are skipped, and nothing stands for them."""
+
+    def terms(self, examples, ids, t):
+        terms, log_q, masked = super().terms(examples, ids, t)
+        kept = (torch.arange(K) == 0) | (t != self.budget - 1)[:, None]
+        return terms._replace(reconstruction=terms.reconstruction * kept), log_q, masked
+
+
+class LogitsOfTheProbabilities(_Misled):
+    def mislead(self, log_mu, logits):
+        return log_mu, logits.sigmoid()
+
+
+class DifferentTimes(_Misled):
+    """The trajectories of a sequence are drawn to different times."""
+
+    def _uniforms(self, ids, examples):
+        drawn = super()._uniforms(ids, examples)
+        drawn[0, :, 1] = 2.0  # step 1 reveals nothing for the second trajectory
+        return drawn
+
+
+PLANTED = [WrongTime, OtherTrajectory, FirstStandsForAll, FirstStepNotShared, LogitsOfTheProbabilities, DifferentTimes]
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_planted_mistakes_turn_the_check_red(monkeypatch, mistake):
+    with pytest.raises(AssertionError, match=r"wrong|always revealed"):
+        check_terms(order_objective(mistake), monkeypatch)
+
+
+def gradients(loss, model):
+    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, retain_graph=True)
+    return {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for (name, parameter), gradient in zip(model.named_parameters(), found, strict=True)
+    }
+
+
+@pytest.mark.parametrize("baseline", [LeaveOneOut(), NoBaseline()])
+def test_loss_and_gradient_are_those_of_the_slow_surrogate(monkeypatch, baseline):
+    """-T/B sum_b 1/N_b mean_i [ F_i + stop(F_i - b_i) log Q_i ], its gradient for all three networks."""
+    objective, examples = order_objective(), batch()
+    objective.baseline = baseline
+    drawn = record_trajectories(monkeypatch)
+    u = (TIMES + 0.5) / BUDGET
+    outcome = objective(examples, IDS, u)
+    F1, KL, log_q = slow_batch(objective.model, examples, drawn[0], TIMES)
+    F = F1 - KL
+    others = (F.sum(-1, keepdim=True) - F) / (K - 1) if isinstance(baseline, LeaveOneOut) else torch.zeros_like(F)
+    surrogate = F + (F - others).detach() * log_q
+    num_response = examples.response.sum(-1)
+    slow = -(BUDGET * surrogate.mean(-1) / num_response).mean()
+
+    ours, truth = gradients(outcome.loss, objective.model), gradients(slow, objective.model)
+    for name in ours:
+        scale = truth[name].abs().max()
+        assert (ours[name] - truth[name]).abs().max() < 1e-5 * (1 + scale), name
+    for network in ("denoiser", "selector", "scorer"):
+        largest = max(value.abs().max() for name, value in truth.items() if name.startswith(network))
+        assert largest > 1e-2, f"the test has no power for the {network}"
+    elbo = (BUDGET * F.mean(-1) / num_response).mean()
+    assert outcome.metrics["elbo"].item() == pytest.approx(elbo.item(), rel=1e-5)
+
+
+def test_metrics_add_up():
+    examples = batch()
+    outcome = order_objective()(examples, IDS, (TIMES + 0.5) / BUDGET)
+    metrics = outcome.metrics
+    assert set(metrics) == {"elbo", "reconstruction", "order_kl", "q_steps"}
+    assert not any(value.requires_grad for value in metrics.values())
+    assert metrics["elbo"].item() == pytest.approx((metrics["reconstruction"] - metrics["order_kl"]).item(), rel=1e-5)
+    assert metrics["reconstruction"] < 0
+    assert metrics["order_kl"] > 0
+
+
+def test_mean_steps_of_q():
+    """T times the fraction of x_{t+1} that hold a mask."""
+    objective, examples = order_objective(), batch()
+    _, _, masked = objective.terms(examples, IDS, TIMES)
+    outcome = objective(examples, IDS, (TIMES + 0.5) / BUDGET)
+    assert outcome.metrics["q_steps"].item() == pytest.approx(BUDGET * masked.any(-1).double().mean().item())
+    assert 0 < outcome.metrics["q_steps"] < BUDGET
+
+
+def network_gradients(loss, model):
+    """The largest gradient of each network."""
+    found = gradients(loss, model)
+    return {
+        network: max(float(value.abs().max()) for name, value in found.items() if name.startswith(network))
+        for network in ("denoiser", "selector", "scorer")
+    }
+
+
+def test_the_kl_reaches_the_denoiser_only_if_attached():
+    objective = order_objective()
+    terms, _, _ = objective.terms(batch(), IDS, TIMES)
+    assert network_gradients(terms.order_kl.sum(), objective.model)["denoiser"] == 0
+    assert network_gradients(terms.order_kl.sum(), objective.model)["selector"] > 1e-3
+    assert network_gradients(terms.order_kl.sum(), objective.model)["scorer"] > 1e-3
+
+    attached = order_objective(attach_selector=True)
+    terms, _, _ = attached.terms(batch(), IDS, TIMES)
+    assert network_gradients(terms.order_kl.sum(), attached.model)["denoiser"] > 1e-3
+
+
+def test_the_reconstruction_reaches_denoiser_and_scorer():
+    objective = order_objective()
+    terms, _, _ = objective.terms(batch(), IDS, TIMES)
+    found = network_gradients(terms.reconstruction.sum(), objective.model)
+    assert found["selector"] == 0
+    assert found["denoiser"] > 1e-3
+    assert found["scorer"] > 1e-3
+
+
+def test_a_frozen_denoiser_takes_no_gradient_and_changes_no_value():
+    joint, frozen = order_objective(), order_objective(learn_denoiser=False)
+    u = (TIMES + 0.5) / BUDGET
+    frozen_outcome = frozen(batch(), IDS, u)
+    frozen_outcome.loss.backward()
+    assert all(parameter.grad is None for parameter in frozen.model.denoiser.parameters())
+    joint_outcome = joint(batch(), IDS, u)
+    joint_outcome.loss.backward()
+    assert frozen_outcome.loss == joint_outcome.loss
+    for network in ("selector", "scorer"):
+        pairs = zip(
+            getattr(frozen.model, network).parameters(), getattr(joint.model, network).parameters(), strict=True
+        )
+        for ours, theirs in pairs:
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_an_example_does_not_depend_on_the_batch_around_it():
+    objective, examples = order_objective(), batch()
+    terms, log_q, masked = objective.terms(examples, IDS, TIMES)
+    for b in range(len(examples)):
+        alone = padded([CASES[b][1]], [CASES[b][2]])
+        length = alone.tokens.shape[1]
+        own, own_log_q, own_masked = objective.terms(alone, IDS[b : b + 1], TIMES[b : b + 1])
+        assert torch.equal(own_masked[0], masked[b, :, :length])
+        torch.testing.assert_close(own.reconstruction[0], terms.reconstruction[b], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(own.order_kl[0], terms.order_kl[b], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(own_log_q[0], log_q[b], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("left", "extra"), [(True, 0), (False, 1), (True, 1)])
+def test_padding_on_either_side_changes_nothing(left, extra):
+    objective = order_objective()
+    terms, log_q, masked = objective.terms(batch(), IDS, TIMES)
+    other, other_log_q, other_masked = objective.terms(batch(left, extra), IDS, TIMES)
+    for b in range(len(IDS)):
+        assert torch.equal(other_masked[b][:, batch(left, extra).attention[b]], masked[b][:, batch().attention[b]])
+    torch.testing.assert_close(other.reconstruction, terms.reconstruction, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(other.order_kl, terms.order_kl, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(other_log_q, log_q, rtol=1e-5, atol=1e-6)
+
+
+def test_terms_hold_with_padding_on_the_left(monkeypatch):
+    check_terms(order_objective(), monkeypatch, batch(left=True, extra=1))
+
+
+def test_trajectories_follow_the_posterior():
+    """The masks of x_1 over many ids against their exact law, chi-square."""
+    model, draws = small_model(budget=3, tau=0.1), 800
+    objective = OrderObjective(model, 3, 4, NoBaseline(), seed=1)
+    x0 = torch.tensor([0, 2, 1, 1])
+    examples = padded([x0.tolist()] * draws, [[True] * 4] * draws)
+    with torch.no_grad():
+        _, _, masked = objective.terms(examples, torch.arange(draws), torch.zeros(draws, dtype=torch.long))
+        scorer_only = TinyModel(None, None, lambda x: model.scorer(x).double(), model.selection, 3, model.config.tau)
+        chain = posterior_chain(scorer_only, x0, 3)
+    code = 2 ** torch.arange(4)
+    observed = (masked.view(-1, 4).long() * code).sum(-1).bincount(minlength=16).double()
+    expected = torch.zeros(16, dtype=torch.float64)
+    expected[(chain.masked.long() * code).sum(-1)] = chain.probabilities[1] * 4 * draws
+    assert observed[expected == 0].sum() == 0
+    common = expected >= 5
+    pooled_observed = torch.cat([observed[common], observed[~common].sum()[None]])
+    pooled_expected = torch.cat([expected[common], expected[~common].sum()[None]])
+    statistic = ((pooled_observed - pooled_expected) ** 2 / pooled_expected.clamp(min=1)).sum()
+    assert common.sum() == 4
+    assert statistic < 23.51  # chi-square with 4 degrees of freedom, 0.9999
+
+
+def test_no_mask_anywhere_is_no_loss():
+    """All trajectories of the batch are over: nothing is evaluated, and the gradient is zero."""
+    objective = order_objective()
+    examples = padded([SEQUENCES[1]] * 2, [RESPONSES[1]] * 2)
+    outcome = objective(examples, torch.arange(2), torch.zeros(2))
+    assert outcome.loss == 0
+    assert outcome.metrics["q_steps"] == 0
+    outcome.loss.backward()
+
+
+def test_one_step_is_plain_denoising_of_everything():
+    """T = 1: one forced step from all mask; no KL, and the bound is the reconstruction of the whole response."""
+    model = small_model(budget=1)
+    objective = OrderObjective(model, 1, 2, LeaveOneOut(), seed=0)
+    outcome = objective(ONE, torch.zeros(1, dtype=torch.long), torch.tensor([0.7]))
+    x = torch.where(ONE.response, model.denoiser.mask_token_id, ONE.tokens)
+    log_mu = model.denoiser(x).log_softmax(-1).gather(-1, ONE.tokens[..., None])[..., 0]
+    assert outcome.metrics["elbo"].item() == pytest.approx(log_mu[ONE.response].mean().item(), rel=1e-12)
+    assert outcome.metrics["order_kl"] == 0
+    assert outcome.metrics["q_steps"] == 1
+
+
+def test_the_moving_average_is_asked_with_the_times():
+    """After one batch, the average of each time is the mean of F over its sequences."""
+    objective = order_objective()
+    objective.baseline = MovingAverage(BUDGET)
+    objective(batch(), IDS, (TIMES + 0.5) / BUDGET)
+    terms, _, _ = objective.terms(batch(), IDS, TIMES)
+    for t in range(BUDGET):
+        assert objective.baseline.mean[t].item() == pytest.approx(terms.elbo[t == TIMES].mean().item(), rel=1e-5)
+
+
+# --- small pieces -----------------------------------------------------------------------------------------------------
+
+
+def test_spread_puts_values_back():
+    at = torch.tensor([[True, False], [False, True]])
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
+    spread_out = spread(values, at)
+    assert spread_out.tolist() == [[[1, 2], [0, 0]], [[0, 0], [3, 4]]]
+    spread_out.sum().backward()
+    assert (values.grad == 1).all()
+
+
+def test_padding_is_none_where_nothing_is_padded():
+    assert padding(ONE) is None
+    assert torch.equal(padding(batch()), batch().attention)

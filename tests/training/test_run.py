@@ -1,0 +1,459 @@
+"""From a recipe to a run folder, end to end on a tiny puzzle; and what happens to folders that are already there."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from tests.training.small import TINY_RECIPE, contents, json_lines, same, weights
+from unmask.models.order_model import ModelFolderError, OrderModel
+from unmask.training import run as run_module
+from unmask.training.loop import Metrics, run_stage
+from unmask.training.objectives import DenoiseObjective
+from unmask.training.recipe import Recipe, RecipeError, load_recipe
+from unmask.training.run import RunFolderError, continued, load_run, load_task, train
+
+JOINT = ["order.denoiser_rate=1e-3"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The tiny recipe, and runs of it that tests only read: frozen and joint."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "tiny.toml").write_text(TINY_RECIPE)
+    train(load_recipe(folder / "tiny.toml"), folder / "frozen", cpu=True)
+    train(load_recipe(folder / "tiny.toml", JOINT), folder / "joint", cpu=True)
+    return folder
+
+
+def recipe(base, *overrides):
+    return load_recipe(base / "tiny.toml", overrides)
+
+
+def without(recipe, **sections):
+    return dataclasses.replace(recipe, **sections)
+
+
+def one_line(error):
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+# --- the layout -------------------------------------------------------------------------------------------------------
+
+MODEL_FILES = {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_layout_of_a_frozen_run(base):
+    files = set(contents(base / "frozen"))
+    assert files == MODEL_FILES | {"recipe.json", "metrics.jsonl"} | {f"denoiser/{name}" for name in MODEL_FILES}
+
+
+def test_layout_of_a_joint_run(base):
+    files = set(contents(base / "joint"))
+    expected = MODEL_FILES | {"recipe.json", "metrics.jsonl"}
+    assert files == expected | {f"{part}/{name}" for part in ("denoiser", "baseline") for name in MODEL_FILES}
+
+
+def test_layout_without_an_order(base, tmp_path):
+    model = train(without(recipe(base), order=None), tmp_path / "plain", cpu=True)
+    assert set(contents(tmp_path / "plain")) == MODEL_FILES | {"recipe.json", "metrics.jsonl"}
+    assert model.selector is None
+    assert model.scorer is None
+    loaded, plain, _, _ = load_run(tmp_path / "plain")
+    assert plain is loaded
+
+
+def test_the_recipe_is_kept(base):
+    for name, overrides in (("frozen", []), ("joint", JOINT)):
+        expected = load_recipe(base / "tiny.toml", overrides)
+        assert Recipe.from_json((base / name / "recipe.json").read_text()) == expected
+        found, task = load_task(base / name)
+        assert found == expected
+        assert (task.name, task.length) == ("groups", 4)
+
+
+def test_metrics_tell_the_stages_apart(base):
+    frozen, joint = (json_lines(base / name / "metrics.jsonl") for name in ("frozen", "joint"))
+    assert [line["stage"] for line in frozen] == ["denoise"] * 2 + ["order"] * 2
+    assert [line["stage"] for line in joint] == ["denoise"] * 2 + ["order"] * 2 + ["baseline"] * 2
+    assert {tuple(line["gradient_norm"]) for line in frozen if line["stage"] == "order"} == {("selector", "scorer")}
+
+
+def test_the_model_carries_the_order_of_the_recipe(base):
+    model = OrderModel.from_pretrained(base / "frozen")
+    assert model.selector.budgets == (2,)
+    assert (model.config.selection, model.config.tau) == ("nonempty", 0.1)
+    assert (model.config.denoiser.width, model.config.selector.width, model.config.scorer.width) == (16, 8, 8)
+    assert model.config.selector.positions == 4
+    assert model.denoiser.mask_token_id == 3
+    assert model.tokenizer.encode("a c b").ids == [0, 2, 1]
+
+
+# --- which denoiser is which ------------------------------------------------------------------------------------------
+
+
+def test_frozen_the_denoiser_before_is_the_denoiser_after(base):
+    before = OrderModel.from_pretrained(base / "frozen" / "denoiser")
+    model, plain, _, _ = load_run(base / "frozen")
+    assert before.selector is None
+    assert same(weights(before.denoiser), weights(model.denoiser))
+    assert plain is model, "the heuristics run on those very weights"
+
+
+def test_joint_the_heuristics_get_the_baseline(base):
+    before = OrderModel.from_pretrained(base / "joint" / "denoiser")
+    baseline = OrderModel.from_pretrained(base / "joint" / "baseline")
+    model, plain, _, _ = load_run(base / "joint")
+    assert same(weights(plain.denoiser), weights(baseline.denoiser))
+    assert not same(weights(plain.denoiser), weights(model.denoiser)), "not the denoiser that the order changed"
+    assert not same(weights(plain.denoiser), weights(before.denoiser)), "it was trained on"
+    assert not same(weights(model.denoiser), weights(before.denoiser))
+
+
+def test_the_denoiser_before_does_not_depend_on_what_follows(base):
+    frozen, joint = (OrderModel.from_pretrained(base / name / "denoiser") for name in ("frozen", "joint"))
+    assert same(weights(frozen), weights(joint))
+
+
+def test_the_baseline_trains_as_many_updates_on_as_many_sequences(base):
+    joint = recipe(base, *JOINT, "order.updates=7", "order.accumulate=2", "denoise.learning_rate=5e-3")
+    plain = continued(joint)
+    assert (plain.updates, plain.batch) == (7, 4 * 2), "updates, and batch times trajectories"
+    assert (plain.accumulate, plain.learning_rate, plain.warmup) == (2, 5e-3, 1)
+
+
+def test_the_baseline_of_an_order_without_a_denoise_section(base):
+    joint = without(recipe(base, *JOINT, "init=runs/earlier"), denoise=None)
+    assert (continued(joint).updates, continued(joint).batch) == (3, 8)
+    assert continued(joint).learning_rate == joint.order.denoiser_rate
+
+
+def test_the_baseline_is_the_denoiser_before_trained_on(base, tmp_path):
+    """The saved denoiser, plainly trained as `continued` says, gives the saved baseline bit for bit."""
+    joint, task = load_task(base / "joint")
+    before = OrderModel.from_pretrained(base / "joint" / "denoiser")
+    how = continued(joint)
+    rates = {"denoiser": (before.denoiser, how.learning_rate)}
+    objective = DenoiseObjective(before.denoiser, joint.seed)
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    run_stage("baseline", 2, objective, rates, how, task, joint.seed, Accelerator(cpu=True), metrics)
+    baseline = OrderModel.from_pretrained(base / "joint" / "baseline")
+    assert same(weights(before), weights(baseline))
+
+
+def test_the_stages_that_are_run(base, tmp_path, monkeypatch):
+    stages = []
+
+    def spy(name, index, objective, rates, how, *rest):
+        stages.append((name, index, how.updates * how.batch, {key: rate for key, (_, rate) in rates.items()}))
+        return run_stage(name, index, objective, rates, how, *rest)
+
+    monkeypatch.setattr(run_module, "run_stage", spy)
+    train(recipe(base, "order.denoiser_rate=2e-4", "order.scorer_rate=3e-3"), tmp_path / "run", cpu=True)
+    assert stages == [
+        ("denoise", 0, 3 * 8, {"denoiser": 1e-3}),
+        ("order", 1, 3 * 4, {"denoiser": 2e-4, "selector": 1e-3, "scorer": 3e-3}),
+        ("baseline", 2, 3 * 4 * 2, {"denoiser": 1e-3}),
+    ]
+
+
+# --- repeatability and variants ---------------------------------------------------------------------------------------
+
+
+def test_same_recipe_same_bits(base, tmp_path):
+    torch.manual_seed(123)  # the global state is nobody's business
+    train(recipe(base, *JOINT), tmp_path / "again", cpu=True)
+    for part in (".", "denoiser", "baseline"):
+        first = (base / "joint" / part / "model.safetensors").read_bytes()
+        assert first == (tmp_path / "again" / part / "model.safetensors").read_bytes()
+
+
+def test_another_seed_is_another_run(base, tmp_path):
+    other = train(recipe(base, "seed=1"), tmp_path / "other", cpu=True)
+    assert not same(weights(other), weights(OrderModel.from_pretrained(base / "frozen")))
+
+
+def test_what_train_returns_is_what_it_saved(base, tmp_path):
+    model = train(recipe(base), tmp_path / "run", cpu=True)
+    assert not model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert same(weights(model), weights(OrderModel.from_pretrained(tmp_path / "run")))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["order.selection=bernoulli"],
+        ["order.baseline=none", "order.trajectories=1"],
+        ["order.baseline=moving-average", "order.trajectories=1"],
+        ["order.denoiser_rate=1e-3", "order.attach_selector=true", "order.ema=0.5", "order.accumulate=2"],
+        ["order.budget=1"],
+        ["order.budget=9"],  # more steps than positions: trajectories end early
+        ["model.tied_head=true", "model.qk_norm=true", "model.absolute_positions=false"],
+        ["order.selector_rate=0"],
+    ],
+    ids=" ".join,
+)
+def test_variants_run(base, tmp_path, overrides):
+    wanted = recipe(base, *overrides)
+    train(wanted, tmp_path / "run", cpu=True)
+    model, plain, _, _ = load_run(tmp_path / "run")
+    assert model.config.selection == wanted.order.selection
+    assert model.selector.budgets == (wanted.order.budget,)
+    assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
+    assert (plain is model) == (wanted.order.denoiser_rate == 0)
+
+
+@pytest.mark.parametrize("baseline", ["none", "moving-average"])
+def test_the_baseline_of_the_recipe_is_used(base, tmp_path, baseline):
+    """After three updates, the scorer has gone another way than with leave-one-out."""
+    model = train(recipe(base, f"order.baseline={baseline}"), tmp_path / "run", cpu=True)
+    leave_one_out = OrderModel.from_pretrained(base / "frozen")
+    assert not same(weights(model.scorer), weights(leave_one_out.scorer))
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """Accelerate keeps one precision a process; these tests want their own."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_bf16_autocast(base, tmp_path):
+    """The weights stay float32, and the run differs from the full-precision one."""
+    model = train(recipe(base, "precision=bf16", "order.ema=0.5", *JOINT), tmp_path / "run", cpu=True)
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
+    assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
+    assert not same(weights(model), weights(OrderModel.from_pretrained(base / "joint")))
+    load_run(tmp_path / "run")
+
+
+# --- init -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_order_for_an_earlier_denoiser(base, tmp_path):
+    """No [model] and no [denoise]: the denoiser is that of the earlier run, to the last bit."""
+    wanted = without(recipe(base, f"init={base / 'joint'}"), model=None, denoise=None)
+    train(wanted, tmp_path / "run", cpu=True)
+    earlier = OrderModel.from_pretrained(base / "joint")
+    model, plain, _, _ = load_run(tmp_path / "run")
+    assert same(weights(model.denoiser), weights(earlier.denoiser))
+    assert plain is model
+    assert not same(weights(model.scorer), weights(earlier.scorer)), "the order is learned anew"
+    assert [line["stage"] for line in json_lines(tmp_path / "run" / "metrics.jsonl")] == ["order"] * 2
+
+
+def test_an_earlier_denoiser_trained_on(base, tmp_path):
+    wanted = without(recipe(base, f"init={base / 'frozen'}"), model=None, order=None)
+    model = train(wanted, tmp_path / "run", cpu=True)
+    assert not same(weights(model.denoiser), weights(OrderModel.from_pretrained(base / "frozen").denoiser))
+    assert model.selector is None
+
+
+def test_init_from_nowhere(base, tmp_path):
+    with pytest.raises(ModelFolderError) as caught:
+        train(recipe(base, "init=nowhere"), tmp_path / "run", cpu=True)
+    assert "no such folder" in one_line(caught)
+    assert not (tmp_path / "run").exists()
+
+
+def test_init_of_another_task(base, tmp_path):
+    with pytest.raises(RecipeError) as caught:
+        train(recipe(base, f"init={base / 'frozen'}", "task.symbols=5"), tmp_path / "run", cpu=True)
+    assert "knows 3 tokens, but task groups has 5" in one_line(caught)
+    assert not (tmp_path / "run").exists()
+
+
+# --- folders that are already there -----------------------------------------------------------------------------------
+
+
+def finished(base, tmp_path):
+    return Path(shutil.copytree(base / "frozen", tmp_path / "run"))
+
+
+def test_an_existing_run_is_never_touched_without_force(base, tmp_path):
+    folder = finished(base, tmp_path)
+    (folder / "results.jsonl").write_text("precious\n")
+    before = contents(folder)
+    with pytest.raises(RunFolderError) as caught:
+        train(recipe(base, "seed=1"), folder, cpu=True)
+    message = one_line(caught)
+    assert str(folder) in message
+    assert "--force" in message
+    assert contents(folder) == before
+
+
+def test_force_replaces_a_run_whole(base, tmp_path):
+    folder = finished(base, tmp_path)
+    (folder / "results.jsonl").write_text("of the old model\n")
+    train(without(recipe(base, "seed=1"), order=None), folder, force=True, cpu=True)
+    assert set(contents(folder)) == MODEL_FILES | {"recipe.json", "metrics.jsonl"}
+    assert load_task(folder)[0].seed == 1
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "config.json"])
+def test_force_replaces_nothing_but_runs(base, tmp_path, name):
+    """config.json alone is any model of anybody."""
+    folder = tmp_path / "precious"
+    folder.mkdir()
+    (folder / name).write_text("years of work")
+    with pytest.raises(RunFolderError) as caught:
+        train(recipe(base), folder, force=True, cpu=True)
+    assert "not a run folder" in one_line(caught)
+    assert contents(folder) == {name: b"years of work"}
+
+
+def test_an_empty_folder_is_free(base, tmp_path):
+    (tmp_path / "run").mkdir()
+    train(without(recipe(base), order=None), tmp_path / "run", cpu=True)
+    assert (tmp_path / "run" / "config.json").is_file()
+
+
+def test_a_file_in_the_way(base, tmp_path):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(RunFolderError) as caught:
+        train(recipe(base), tmp_path / "run", force=True, cpu=True)
+    assert "is a file" in one_line(caught)
+    assert (tmp_path / "run").read_text() == "a file"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "task.name=gruops",
+        "task.gruops=3",
+        "task.symbols=1",
+        "model.heads=3",
+        "model.max_length=3",
+        "model.selector.width=7",
+        "model.width=-16",
+        "init=nowhere",
+    ],
+)
+def test_a_recipe_that_fails_costs_nobody_a_run(base, tmp_path, override):
+    """Even with --force: the old run goes only once the new one can start."""
+    folder = finished(base, tmp_path)
+    before = contents(folder)
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        train(recipe(base, override), folder, force=True, cpu=True)
+    one_line(caught)
+    assert contents(folder) == before
+
+
+def test_task_errors_name_the_nearest(base, tmp_path):
+    for override, expected in [("task.name=gruops", "'groups'"), ("task.symbol=3", "'symbols'")]:
+        with pytest.raises(RecipeError, match=f"did you mean {expected}"):
+            train(recipe(base, override), tmp_path / "run", cpu=True)
+
+
+def test_sizes_are_named(base, tmp_path):
+    shape = ["model.width=0", "model.layers=0", "model.heads=0", "model.intermediate=0"]
+    with pytest.raises(RecipeError) as caught:
+        train(recipe(base, "model.size=7m", *shape), tmp_path / "run", cpu=True)
+    message = one_line(caught)
+    assert "model.size = '7m' is unknown" in message
+    assert "170m" in message
+
+
+def test_a_sequence_longer_than_the_context(base, tmp_path):
+    with pytest.raises(RecipeError) as caught:
+        train(recipe(base, "model.max_length=3"), tmp_path / "run", cpu=True)
+    assert "longer than the model's context of 3: raise model.max_length" in one_line(caught)
+    with pytest.raises(RecipeError) as caught:
+        train(recipe(base, f"init={base / 'frozen'}", "task.groups=3"), tmp_path / "run", cpu=True)
+    assert "sequences of 6 tokens, longer than the model's context of 4" in one_line(caught)
+
+
+# --- runs that cannot be read -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json", "recipe.json"])
+def test_a_half_written_run_is_refused(base, tmp_path, missing):
+    folder = finished(base, tmp_path)
+    (folder / missing).unlink()
+    with pytest.raises((ModelFolderError, RunFolderError)) as caught:
+        load_run(folder)
+    message = one_line(caught)
+    assert missing in message
+    assert "missing" in message
+    assert "again" in message, "what to do"
+
+
+def test_a_joint_run_without_its_baseline_is_refused(base, tmp_path):
+    shutil.copytree(base / "joint", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "baseline")
+    with pytest.raises(ModelFolderError, match="baseline"):
+        load_run(tmp_path / "run")
+
+
+def test_an_interrupted_run_is_unfinished_and_can_be_replaced(base, tmp_path, monkeypatch):
+    def interrupted(name, *rest):
+        if name == "order":
+            raise KeyboardInterrupt
+        return run_stage(name, *rest)
+
+    monkeypatch.setattr(run_module, "run_stage", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe(base), tmp_path / "run", cpu=True)
+    monkeypatch.undo()
+    with pytest.raises(ModelFolderError, match=r"config\.json is missing, so no finished model is here"):
+        load_run(tmp_path / "run")
+    with pytest.raises(RunFolderError, match="--force"):
+        train(recipe(base), tmp_path / "run", cpu=True)
+    train(recipe(base), tmp_path / "run", force=True, cpu=True)
+    load_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"task": {"name": "groups"}, "from_another_version": 1}'])
+def test_a_damaged_recipe_is_refused(base, tmp_path, text):
+    folder = finished(base, tmp_path)
+    (folder / "recipe.json").write_text(text)
+    with pytest.raises(RunFolderError) as caught:
+        load_run(folder)
+    assert "recipe.json is missing or damaged" in one_line(caught)
+
+
+def test_a_run_of_another_version_is_refused(base, tmp_path):
+    folder = finished(base, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "format_version": 99}))
+    with pytest.raises(ModelFolderError) as caught:
+        load_run(folder)
+    assert "format version 99" in one_line(caught)
+
+
+# --- a loss that is not finite ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bad_stage", "objective"), [("denoise", "DenoiseObjective"), ("order", "OrderObjective")])
+def test_a_loss_that_is_not_finite_saves_the_last_good_state(base, tmp_path, monkeypatch, bad_stage, objective):
+    cls = getattr(run_module, objective)
+    original, states = cls.forward, []
+
+    def forward(self, *arguments):
+        states.append(weights(self.model if bad_stage == "order" else self.denoiser))
+        outcome = original(self, *arguments)
+        return outcome._replace(loss=outcome.loss * float("nan")) if len(states) == 3 else outcome
+
+    monkeypatch.setattr(cls, "forward", forward)
+    folder = tmp_path / "run"
+    with pytest.raises(RunFolderError) as caught:
+        train(recipe(base, *JOINT), folder, cpu=True)
+    message = one_line(caught)
+    assert f"{bad_stage}, update 2: loss, gradient of the denoiser" in message
+    assert str(folder / "last-good") in message
+    saved = OrderModel.from_pretrained(folder / "last-good")
+    assert same(weights(saved if bad_stage == "order" else saved.denoiser), states[2])
+    assert not same(states[2], states[1]), "two updates were made"
+    assert not (folder / "config.json").exists(), "the run is not finished"
+    with pytest.raises(ModelFolderError):
+        load_run(folder)
