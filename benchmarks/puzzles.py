@@ -3,7 +3,7 @@
     python benchmarks/puzzles.py run              trains and evaluates what has no record yet (an hour on two cores)
     python benchmarks/puzzles.py table            writes docs/puzzles.md from the records in results/puzzles/
 
-One folder of records a run, results/puzzles/TASK-SEED/: results.jsonl and bound.json as `unmask evaluate` wrote them,
+One folder of records a run, results/puzzles/NAME-SEED/: results.jsonl and bound.json as `unmask evaluate` wrote them,
 and cost.json with the exit code and the CPU seconds (user + system) of the whole command.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,25 +29,58 @@ from unmask.training.recipe import load_recipe
 ROOT = Path(__file__).parents[1]
 RECORDS, PAGE = ROOT / "results" / "puzzles", ROOT / "docs" / "puzzles.md"
 DEMO = "groups"
+# Settings that the recipes do not use, kept for what they teach: name -> recipe and overrides.
+VARIANTS = {
+    "groups, scorer_rate 3e-3": ("groups", ["order.scorer_rate=3e-3"]),
+    "groups, bernoulli": ("groups", ["order.selection=bernoulli"]),
+    "groups, no baseline": ("groups", ["order.baseline=none"]),
+    "groups, frozen": ("groups", ["order.denoiser_rate=0.0"]),
+    "latin-square, frozen": ("latin-square", ["order.denoiser_rate=0.0"]),
+    "latin-square, joint 5e-4": ("latin-square", ["order.denoiser_rate=5e-4"]),
+    "chain, T = 5": ("chain", ["order.budget=5", "evaluate.budgets=[5]"]),
+}
+
+INTRODUCTION = """# The puzzles
+
+Written by `python benchmarks/puzzles.py table` from the records in `results/puzzles/`, which
+`python benchmarks/puzzles.py run` makes with the commands in their `cost.json`.
+
+## Validity in few steps
+
+Mean validity over seeds, with the lowest and highest seed in brackets; 1,000 samples a seed, tokens sampled at
+temperature 1. `Best heuristic` is the best of IID, top probability and margin at that number of steps, chosen after the
+fact, which favours it. `Order` says whether the denoiser learned along: for `joint` the heuristics run on the denoiser
+from before order learning, plainly trained on for as many further sequences.
+"""
 
 
-def run_one(task: str, seed: int) -> None:
-    """Train and evaluate one puzzle in processes of their own, and keep its records."""
-    kept, run = RECORDS / f"{task}-{seed}", ROOT / "runs" / "puzzles" / f"{task}-{seed}"
+def run_one(name: str, seed: int) -> None:
+    """Train and evaluate one puzzle or variant in processes of their own, and keep its records."""
+    folder = f"{re.sub('[^a-z0-9.-]+', '_', name.lower())}-{seed}"
+    kept, run = RECORDS / folder, ROOT / "runs" / "puzzles" / folder
     if (kept / "cost.json").exists():
         return
+    task, overrides = VARIANTS.get(name, (name, []))
     unmask = [sys.executable, "-m", "unmask"]
-    first = ["demo", "--seed", str(seed)] if task == DEMO else ["train", task, "--set", f"seed={seed}", "--cpu"]
+    first = ["train", task, "--set", f"seed={seed}", *(x for value in overrides for x in ("--set", value)), "--cpu"]
+    if name == DEMO:
+        first = ["demo", "--seed", str(seed)]
     code, seconds = _timed([*unmask, *first, "--out", str(run), "--force"])
-    if task != DEMO:
+    if name != DEMO:
         code = max(code, _timed([*unmask, "evaluate", str(run), "--cpu"])[0])
     code = max(code, _timed([*unmask, "evaluate", str(run), "--bound", "--cpu"])[0])
     kept.mkdir(parents=True, exist_ok=True)
-    for name in ("results.jsonl", "bound.json"):
-        shutil.copy(run / name, kept / name)
-    cost = {"command": " ".join(["unmask", *first]), "exit_code": code, "cpu_seconds": round(seconds, 1)}
+    for file in ("results.jsonl", "bound.json"):
+        shutil.copy(run / file, kept / file)
+    cost = {
+        "name": name,
+        "seed": seed,
+        "command": " ".join(["unmask", *first]),
+        "exit_code": code,
+        "cpu_seconds": round(seconds, 1),
+    }
     (kept / "cost.json").write_text(json.dumps(cost) + "\n")
-    print(f"{task} seed {seed}: exit code {code}, {seconds:.0f} CPU seconds", flush=True)
+    print(f"{name} seed {seed}: exit code {code}, {seconds:.0f} CPU seconds", flush=True)
 
 
 def _timed(command: list[str]) -> tuple[int, float]:
@@ -58,114 +92,117 @@ def _timed(command: list[str]) -> tuple[int, float]:
 
 
 def table() -> str:
-    folders = sorted(RECORDS.iterdir(), key=lambda folder: (folder.name.rsplit("-", 1)[0], _seed(folder)))
-    return (
-        "# The puzzles\n\nWritten by `python benchmarks/puzzles.py table` from the records in `results/puzzles/`; "
-        "`python benchmarks/puzzles.py run` makes the records.\n\n"
-        + _puzzle_table(folders)
-        + "\n"
-        + _bound_table(folders)
-        + "\n"
-        + _demo_table([folder for folder in folders if folder.name.startswith(f"{DEMO}-")])
+    runs = sorted((Run(folder) for folder in RECORDS.iterdir()), key=lambda run: run.seed)
+    puzzles = {name: [run for run in runs if run.name == name] for name in TASKS}
+    variants = {name: [run for run in runs if run.name == name] for name in VARIANTS}
+    return "\n".join(
+        [
+            INTRODUCTION,
+            *_validity(puzzles),
+            "\n## Held-out bounds, nats a token\n",
+            "`unmask evaluate --bound`. No bound can exceed minus the true entropy.\n",
+            *_bounds(puzzles),
+            "\n## The demo, seed by seed\n",
+            "`unmask demo --seed S`, T = 2. `Distinct` counts different valid samples, beside the 99% range of that "
+            "number for as many draws from the true distribution.\n",
+            *_demo(puzzles[DEMO]),
+            "\n## Other settings\n",
+            "What the recipes do not use, and why (docs/decisions.md tells more).\n",
+            *_validity(variants),
+            "",
+            *_bounds(variants),
+            "",
+        ]
     )
 
 
-def _puzzle_table(folders: list[Path]) -> str:
+class Run:
+    """The records of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.cost = json.loads((folder / "cost.json").read_text())
+        self.bound = json.loads((folder / "bound.json").read_text())
+        self.records = read_records(folder / "results.jsonl")
+        self.name: str = self.cost["name"]
+        self.seed: int = self.cost["seed"]
+
+    @property
+    def learned(self) -> Record:
+        return next(record for record in self.records if record.trained_budget is not None)
+
+    def heuristics(self, budget: int) -> list[Record]:
+        return [record for record in self.records if record.trained_budget is None and record.budget == budget]
+
+
+def _validity(groups: dict[str, list[Run]]) -> list[str]:
     lines = [
-        "## Validity in few steps\n",
-        "Mean validity over seeds, with the lowest and highest seed in brackets; 1,000 samples a seed, tokens sampled "
-        "at temperature 1. `Best heuristic` is the best of IID, top probability and margin at that number of steps, "
-        "chosen after the fact, which favours it. `Order` says whether the denoiser learned along: for "
-        "`joint` the heuristics run on the denoiser from before order learning, plainly trained on for as many further sequences.\n",
         "| puzzle | seeds | order | T | steps used | **learned** | best heuristic, T steps | ... at more steps | "
         "best possible steps |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for task in TASKS:
-        runs = [read_records(folder / "results.jsonl") for folder in folders if _task(folder) == task]
+    for name, runs in groups.items():
         if not runs:
             continue
-        learned = [record for records in runs for record in records if record.trained_budget is not None]
-        budget = learned[0].budget
-        others = sorted(
-            {r.budget for records in runs for r in records if r.trained_budget is None and r.budget > budget}
-        )
-        recipe = load_recipe(task)
-        assert recipe.order is not None
-        more = "; ".join(f"{_best(runs, steps)} @ {steps}" for steps in others)
-        possible = make_task(task).min_steps
+        task, overrides = VARIANTS.get(name, (name, []))
+        order = load_recipe(task, overrides).order
+        assert order is not None
+        budgets = sorted({record.budget for run in runs for record in run.records if record.budget > order.budget})
         lines.append(
-            f"| {task} | {len(runs)} | {'joint' if recipe.order.denoiser_rate else 'frozen'} | {budget} "
-            f"| {mean(r.mean_steps for r in learned):.2f} | **{_spread(r.score for r in learned)}** "
-            f"| {_best(runs, budget)} | {more} | {possible or 'varies'} |"
+            f"| {name} | {len(runs)} | {'joint' if order.denoiser_rate else 'frozen'} | {order.budget} "
+            f"| {mean(run.learned.mean_steps for run in runs):.2f} | **{_spread(run.learned.score for run in runs)}** "
+            f"| {_best(runs, order.budget)} | {'; '.join(f'{_best(runs, steps)} @ {steps}' for steps in budgets)} "
+            f"| {make_task(task).min_steps or 'varies'} |"
         )
-    return "\n".join(lines) + "\n"
+    return lines
 
 
-def _bound_table(folders: list[Path]) -> str:
+def _bounds(groups: dict[str, list[Run]]) -> list[str]:
     lines = [
-        "## Held-out bounds, nats a token\n",
-        "`unmask evaluate --bound`, mean over seeds [lowest, highest]. No bound can exceed minus the true entropy.\n",
         "| puzzle | learned order | of which order KL | plain denoiser, IID order, same steps | minus true entropy |",
         "|---|---|---|---|---|",
     ]
-    for task in TASKS:
-        bounds = [json.loads((folder / "bound.json").read_text()) for folder in folders if _task(folder) == task]
-        if bounds:
-            order, mdm = _spread(b["order_bound"] for b in bounds), _spread(b["mdm_bound"] for b in bounds)
-            kl = _spread(sum(b["order_kl"]) for b in bounds)
-            entropy = bounds[0]["entropy"]
-            limit = "not known" if entropy is None else f"{-entropy:.3f}"
-            lines.append(f"| {task} | {order} | {kl} | {mdm} | {limit} |")
-    return "\n".join(lines) + "\n"
+    for name, runs in groups.items():
+        if runs:
+            order, mdm = (_spread(run.bound[key] for run in runs) for key in ("order_bound", "mdm_bound"))
+            kl = _spread(sum(run.bound["order_kl"]) for run in runs)
+            entropy = runs[0].bound["entropy"]
+            lines.append(
+                f"| {name} | {order} | {kl} | {mdm} | {'not known' if entropy is None else f'{-entropy:.3f}'} |"
+            )
+    return lines
 
 
-def _demo_table(folders: list[Path]) -> str:
+def _demo(runs: list[Run]) -> list[str]:
     lines = [
-        "## The demo, seed by seed\n",
-        "`unmask demo --seed S`: T = 2. `Distinct` counts different valid samples, beside the 99% range of that number "
-        "for as many draws from the true distribution.\n",
         "| seed | learned valid @ 2 | 95% | distinct | true 99% | best heuristic @ 2 | CPU seconds | exit code |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for folder in folders:
-        records = read_records(folder / "results.jsonl")
-        cost = json.loads((folder / "cost.json").read_text())
-        learned = next(r for r in records if r.trained_budget is not None)
-        rival = max((r for r in records if r.trained_budget is None and r.budget == learned.budget), key=_score)
+    for run in runs:
+        learned = run.learned
+        rival = max(run.heuristics(learned.budget), key=lambda record: record.score)
         lines.append(
-            f"| {_seed(folder)} | {learned.score:.3f} | {learned.ci_low:.3f}–{learned.ci_high:.3f} "
-            f"| {learned.distinct} | {learned.distinct_low}–{learned.distinct_high} "
-            f"| {rival.score:.3f} ({rival.policy}) | {cost['cpu_seconds']:.0f} | {cost['exit_code']} |"
+            f"| {run.seed} | {learned.score:.3f} | {learned.ci_low:.3f}–{learned.ci_high:.3f} | {learned.distinct} "
+            f"| {learned.distinct_low}–{learned.distinct_high} | {rival.score:.3f} ({rival.policy}) "
+            f"| {run.cost['cpu_seconds']:.0f} | {run.cost['exit_code']} |"
         )
-    return "\n".join(lines) + "\n"
+    return lines
 
 
-def _best(runs: list[list[Record]], budget: int) -> str:
+def _best(runs: list[Run], budget: int) -> str:
     """The heuristic with the best mean score at this budget, with its spread over the seeds."""
-    at = [record for records in runs for record in records if record.trained_budget is None and record.budget == budget]
-    scores = {policy: [r.score for r in at if r.policy == policy] for policy in {r.policy for r in at}}
+    scores: dict[str, list[float]] = {}
+    for run in runs:
+        for record in run.heuristics(budget):
+            scores.setdefault(record.policy, []).append(record.score)
     if not scores:
         return "not run"
     policy = max(scores, key=lambda name: mean(scores[name]))
     return f"{_spread(scores[policy])} {policy}"
 
 
-def _score(record: Record) -> float:
-    return record.score
-
-
 def _spread(values: Iterable[float]) -> str:
     numbers = list(values)
-    return f"{mean(numbers):.3f} [{min(numbers):.3f}, {max(numbers):.3f}]"
-
-
-def _task(folder: Path) -> str:
-    return folder.name.rsplit("-", 1)[0]
-
-
-def _seed(folder: Path) -> int:
-    return int(folder.name.rsplit("-", 1)[1])
+    return f"{mean(numbers):.3f}" + (f" [{min(numbers):.3f}, {max(numbers):.3f}]" if len(numbers) > 1 else "")
 
 
 def main() -> None:
@@ -177,6 +214,7 @@ def main() -> None:
     if options.action == "run":
         wanted = [(DEMO, seed) for seed in range(10)]
         wanted += [(task, seed) for seed in range(options.seeds) for task in TASKS if task != DEMO]
+        wanted += [(name, seed) for seed in range(2) for name in VARIANTS]
         with ThreadPoolExecutor(options.jobs) as pool:
             list(pool.map(lambda pair: run_one(*pair), wanted))
     PAGE.write_text(table())
