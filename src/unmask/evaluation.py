@@ -189,7 +189,8 @@ class BoundReport:
     order_kl: list[float]
     mdm_bound: float  # the plain denoiser's, with the IID order of the same number of steps
     mdm_bound_se: float
-    entropy: float | None  # of the true distribution; minus it is the best that any bound can be
+    entropy: float | None  # of the true distribution: minus it is the most that a bound can be on average
+    true_log_likelihood: float | None  # the exact one of these very sequences
 
 
 @torch.no_grad()
@@ -211,7 +212,7 @@ def evaluate_bound(
     budget = model.selector.budgets[0]
     device = next(model.parameters()).device
     objective = OrderObjective(model, budget, trajectories, NoBaseline(), seed)
-    reconstruction, order_kl, mdm, lengths = [], [], [], []
+    reconstruction, order_kl, mdm, lengths, exact = [], [], [], [], []
     for ids in torch.arange(examples).split(BATCH):
         batch = task.examples(ids, "test").to(device)
         ids = ids.to(device)
@@ -226,6 +227,8 @@ def evaluate_bound(
             log_mu = read_denoiser(plain.denoiser, batch.tokens, masked, padding(batch)).log_mu
             mdm.append(log_mu.sum(-1).cpu() / (t + 1))
         lengths.append(batch.response.sum(-1).cpu())
+        truth = task.examples(ids.cpu(), "test")
+        exact.append(task.log_likelihood(truth.tokens, truth))
         advance(len(ids))
     tokens = torch.cat(lengths).double()  # [E]
 
@@ -247,7 +250,13 @@ def evaluate_bound(
         mdm_bound=mdm_mean,
         mdm_bound_se=mdm_se,
         entropy=None if task.entropy is None else task.entropy / float(tokens.mean()),
+        true_log_likelihood=_true_log_likelihood(exact, tokens),
     )
+
+
+def _true_log_likelihood(batches: list[Tensor | None], tokens: Tensor) -> float | None:
+    known = [batch for batch in batches if batch is not None]
+    return float((torch.cat(known) / tokens).mean()) if known else None
 
 
 def _mean_and_error(values: Tensor) -> tuple[float, float]:

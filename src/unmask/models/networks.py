@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from unmask.models.backbone import Backbone, BackboneConfig, Block, place, rotary_angles, small_init
+from unmask.variational.posterior import full_precision
 
 
 class Denoiser(nn.Module):
@@ -107,9 +108,9 @@ class Selector(nn.Module):
         attention: Tensor | None = None,  # [B, L] bool
     ) -> Tensor:
         """Logits s [B, L]."""
-        t = t.clamp(min=1).to(hidden.dtype)
+        t = t.clamp(min=1).to(torch.promote_types(hidden.dtype, torch.float32))  # log t must not be rounded to bfloat16
         total = torch.full_like(t, budget)
-        time = torch.stack([t / total, 1 / t, t.log(), total.log()], dim=-1)  # [B, 4]
+        time = torch.stack([t / total, 1 / t, t.log(), total.log()], dim=-1).to(hidden.dtype)  # [B, 4]
         said = torch.cat([confidences, masked[..., None]], dim=-1).to(hidden.dtype)
         x = self.read_hidden(hidden) + self.read_confidences(said) + self.read_time(time)[:, None]
         positions, attend = place(masked, attention)
@@ -123,8 +124,8 @@ class Selector(nn.Module):
         rotary = rotary_angles(positions, self.shape.width // self.shape.heads, self.shape.rope_theta)
         for block in self.blocks:
             x = block(x, rotary, attend)
-        logits: Tensor = self.out(self.norm(x))[..., 0].float()
-        return logits - t.log().float()[:, None]
+        logits = full_precision(self.out(self.norm(x))[..., 0])
+        return logits - t.log()[:, None]
 
 
 class OrderScorer(nn.Module):
@@ -142,5 +143,5 @@ class OrderScorer(nn.Module):
         nn.init.zeros_(self.out.bias)
 
     def forward(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
-        """Scores [B, L] in float32."""
-        return torch.sigmoid(self.out(self.backbone(tokens, attention))[..., 0].float())
+        """Scores [B, L] in float32 at least."""
+        return torch.sigmoid(full_precision(self.out(self.backbone(tokens, attention))[..., 0]))

@@ -1,0 +1,385 @@
+"""Records to tables, plots and one page."""
+
+import dataclasses
+import io
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from unmask.evaluation import BoundReport, Order, Record
+from unmask.report import (
+    HEADINGS,
+    ResultsError,
+    append_jsonl,
+    bound_table,
+    columns,
+    order_picture,
+    ordered,
+    pictured,
+    read_orders,
+    read_records,
+    score_plot,
+    table,
+    write_html,
+)
+
+LEARNED = Record(
+    task="groups",
+    split="test",
+    model="2x48",
+    policy="learned",
+    trained_budget=2,
+    budget=2,
+    mean_steps=1.98,
+    min_steps=1,
+    max_steps=2,
+    score=0.973,
+    ci_low=0.961,
+    ci_high=0.981,
+    num_examples=1000,
+    num_forwards=1980,
+    temperature=1.0,
+    eos_policy="none",
+    selector="nonempty",
+    denoiser="0123456789ab",
+    seconds=1.5,
+    seed=0,
+    device="cpu",
+    revision="0.1.0",
+    nothing_selected=0.0,
+    distinct=870,
+    distinct_low=850,
+    distinct_high=890,
+)
+
+
+def heuristic(policy, budget, **values):
+    return dataclasses.replace(
+        LEARNED, policy=policy, trained_budget=None, budget=budget, selector=None, nothing_selected=None, **values
+    )
+
+
+RECORDS = [
+    heuristic("margin", 16, mean_steps=16.0, score=1.0, ci_low=0.996, ci_high=1.0),
+    heuristic("iid", 2, score=0.012, ci_low=0.007, ci_high=0.021, distinct=12, distinct_low=12, distinct_high=12),
+    LEARNED,
+    heuristic("iid", 4, mean_steps=3.9, score=0.13, ci_low=0.11, ci_high=0.15, distinct=3),
+]
+LAYOUT = [[0, 2], [1, 3]]
+
+
+def order(policy="learned", budget=2, steps=((0, 1, 1, 0), (1, 0, 0, 1))):
+    return Order("groups", policy, budget, [list(row) for row in steps], LAYOUT)
+
+
+def printed(item, width=80):
+    text = io.StringIO()
+    Console(file=text, width=width).print(item)
+    return text.getvalue()
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_records_round_trip(tmp_path):
+    path = tmp_path / "results.jsonl"
+    append_jsonl(path, RECORDS[:2])
+    append_jsonl(path, RECORDS[2:])
+    assert read_records(path) == RECORDS
+    lines = path.read_text().splitlines()
+    assert len(lines) == 4
+    assert json.loads(lines[2])["policy"] == "learned"
+    assert json.loads(lines[0])["trained_budget"] is None
+
+
+def test_orders_round_trip(tmp_path):
+    orders = [order(), order("iid", 4)]
+    append_jsonl(tmp_path / "orders.jsonl", orders)
+    assert read_orders(tmp_path / "orders.jsonl") == orders
+    assert read_orders(tmp_path / "nothing.jsonl") == []
+
+
+def test_of_the_same_evaluation_the_last_stands(tmp_path):
+    again = dataclasses.replace(LEARNED, score=0.5, seconds=9.0, num_examples=10)
+    append_jsonl(tmp_path / "results.jsonl", [*RECORDS, again])
+    found = read_records(tmp_path / "results.jsonl")
+    assert len(found) == len(RECORDS)
+    assert [record.score for record in found if record.policy == "learned"] == [0.5]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"temperature": 0.0},
+        {"budget": 3},
+        {"policy": "x"},
+        {"task": "chain"},
+        {"model": "6m"},
+        {"split": "a"},
+    ],
+)
+def test_another_evaluation_stands_beside_it(tmp_path, change):
+    append_jsonl(tmp_path / "results.jsonl", [LEARNED, dataclasses.replace(LEARNED, **change)])
+    assert len(read_records(tmp_path / "results.jsonl")) == 2
+
+
+MISSING_ONE = json.dumps({key: value for key, value in dataclasses.asdict(LEARNED).items() if key != "seed"})
+ONE_MORE = json.dumps({**dataclasses.asdict(LEARNED), "accuracy": 1})
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"task": "gro', "not a JSON object"),
+        ("", "not a JSON object"),
+        ("[1, 2]", "not an object"),
+        (MISSING_ONE, "(seed)"),
+        (ONE_MORE, "(accuracy)"),
+    ],
+)
+def test_a_damaged_line_is_named_by_its_number(tmp_path, line, expected):
+    path = tmp_path / "results.jsonl"
+    append_jsonl(path, RECORDS[:2])
+    with path.open("a") as file:
+        file.write(line + "\n")
+    append_jsonl(path, RECORDS[2:])
+    with pytest.raises(ResultsError) as caught:
+        read_records(path)
+    message = str(caught.value)
+    assert f"{path}, line 3:" in message
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_no_results_yet(tmp_path):
+    with pytest.raises(ResultsError, match="run `unmask evaluate"):
+        read_records(tmp_path / "results.jsonl")
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_the_learned_order_comes_first():
+    assert [(r.policy, r.budget) for r in ordered(RECORDS)] == [("learned", 2), ("iid", 2), ("iid", 4), ("margin", 16)]
+
+
+def test_columns_of_a_record():
+    shown = dict(zip(HEADINGS, columns(LEARNED), strict=True))
+    assert shown == {
+        "policy": "learned, T = 2",
+        "steps": "1.98",
+        "range": "1–2",
+        "valid": "0.973",
+        "95%": "0.961–0.981",
+        "distinct": "870",
+        "true 99%": "850–890",
+        "passes": "1,980",
+        "denoiser": "012345",
+    }
+
+
+def test_a_lack_of_diversity_is_marked():
+    shown = dict(zip(HEADINGS, columns(RECORDS[3]), strict=True))
+    assert shown["policy"] == "iid @ 4"
+    assert shown["distinct"] == "3 (!)"
+
+
+def test_no_distinct_samples_with_a_prompt():
+    prompted = dataclasses.replace(LEARNED, distinct=None, distinct_low=None, distinct_high=None)
+    shown = dict(zip(HEADINGS, columns(prompted), strict=True))
+    assert (shown["distinct"], shown["true 99%"]) == ("–", "–")
+
+
+def test_the_table_fits_in_80_columns():
+    """With the widest numbers that the six puzzles give; nothing is cut off."""
+    wide = heuristic(
+        "top-prob",
+        16,
+        mean_steps=16.0,
+        min_steps=10,
+        max_steps=16,
+        num_forwards=160_000,
+        distinct=1000,
+        distinct_low=999,
+        distinct_high=1000,
+    )
+    records = [*RECORDS, wide]
+    text = printed(table(records, "groups: " + "all that is known " * 6, "Which denoiser each rule ran on. " * 5))
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in text
+    for record in records:
+        row = next(line for line in lines if line.strip().startswith(columns(record)[0] + " "))
+        for cell in columns(record)[:-1]:
+            assert cell in row
+
+
+def test_the_table_says_title_and_caption():
+    text = printed(table(RECORDS, "groups: 16 tokens", "The order was learned jointly."))
+    assert "groups: 16 tokens" in text
+    assert "The order was learned jointly." in text
+
+
+BOUND = BoundReport(
+    budget=2,
+    num_examples=100,
+    order_bound=-0.61,
+    order_bound_se=0.0123,
+    reconstruction=[-0.3, -0.25],
+    order_kl=[0.0, 0.06],
+    mdm_bound=-1.5,
+    mdm_bound_se=0.0456,
+    entropy=0.52,
+)
+
+
+def test_the_bound_table():
+    text = printed(bound_table(BOUND, "groups"))
+    for part in ("T = 2", "-0.6100", "0.0123", "-0.2500, -0.0600", "-1.5000", "0.0456", "-0.5200", "nats a token"):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "entropy" not in printed(bound_table(dataclasses.replace(BOUND, entropy=None), "groups"))
+
+
+# --- the pictures -----------------------------------------------------------------------------------------------------
+
+
+def test_pictured_are_the_rules_at_the_learned_budget():
+    orders = [order("margin"), order("iid", 2), order("iid", 4), order("learned", 2), order("top-prob", 16)]
+    assert [(o.policy, o.budget) for o in pictured(orders)] == [("learned", 2), ("iid", 2), ("margin", 2)]
+
+
+def test_pictured_without_a_learned_order_is_the_smallest_budget():
+    orders = [order("margin", 4), order("iid", 2), order("margin", 2), order("iid", 16)]
+    assert [(o.policy, o.budget) for o in pictured(orders)] == [("iid", 2), ("margin", 2)]
+    assert pictured([]) == []
+
+
+def test_pictured_is_the_latest():
+    latest = order("iid", steps=((1, 1, 1, 1),))
+    assert pictured([order("iid"), order(), latest])[1] is latest
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_order_pictures(count):
+    orders = [order(policy) for policy in ("learned", "iid", "margin", "top-prob")[:count]]
+    figure = order_picture(orders)
+    panels = [axes for axes in figure.axes if axes.images]
+    assert len(panels) == count
+    assert [panel.get_title() for panel in panels] == [f"{o.policy}, 2 steps" for o in orders]
+    # Row 0 reveals positions 0 and 3 first; the columns are the groups' positions 0, 2, 1, 3.
+    assert panels[0].images[0].get_array().tolist() == [[0, 1, 1, 0], [1, 0, 0, 1]]
+    assert len(panels[0].lines) == 1, "a line between the two groups"
+    figure.savefig(io.BytesIO(), format="png")
+
+
+def test_a_prompt_has_no_step():
+    figure = order_picture([order(steps=((-1, 0, 1, 1),))])
+    pixels = figure.axes[0].images[0].get_array()
+    assert pixels.mask.tolist() == [[True, False, False, False]]
+
+
+@pytest.mark.parametrize("budget", [1, 12, 300])
+def test_order_pictures_of_any_budget(budget):
+    steps = ((0, budget - 1, budget // 2, 0),)
+    figure = order_picture([order("iid", budget, steps)])
+    figure.savefig(io.BytesIO(), format="svg")
+    image = figure.axes[0].images[0]
+    first, last = image.cmap(image.norm(0)), image.cmap(image.norm(budget - 1))
+    assert (first == last) == (budget == 1)
+
+
+@pytest.mark.parametrize("records", [RECORDS[:1], [LEARNED], RECORDS], ids=["a heuristic", "an order", "several"])
+def test_score_plots(records):
+    figure = score_plot(records)
+    labels = {text.get_text() for text in figure.axes[0].get_legend().get_texts()}
+    assert labels == {record.policy for record in records}
+    figure.savefig(io.BytesIO(), format="png")
+
+
+def test_a_score_plot_shows_every_record():
+    axes = score_plot(RECORDS).axes[0]
+    points = {
+        (round(x, 4), round(y, 4))
+        for container in axes.containers
+        for x, y in zip(*container.lines[0].get_data(), strict=True)
+    }
+    assert points == {(record.mean_steps, record.score) for record in RECORDS}
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """What a browser would fetch, the cells of the table, and the number of each element."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.fetched, self.cells, self.count, self.inside, self.depth = [], [], {}, "", 0
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.inside = tag
+        if tag in ("td", "th"):
+            self.cells.append("")
+        for name, value in attributes:
+            if name in ("src", "href", "xlink:href", "srcset", "action", "data"):
+                self.fetched.append(value)
+
+    def handle_data(self, data):
+        if self.inside in ("td", "th") and self.cells:
+            self.cells[-1] += data
+
+    def handle_endtag(self, tag):
+        self.inside = ""
+
+
+@pytest.fixture
+def page(tmp_path):
+    path = tmp_path / "report.html"
+    write_html(path, [("groups: <16> tokens & more", 'a "caption" <b>', RECORDS, [order(), order("iid")])])
+    return path.read_text()
+
+
+def test_the_page_is_self_contained(page):
+    """Nothing is fetched: no script, no style sheet, no image but those inside; addresses only as names of namespaces."""
+    assert all(value.startswith(("#", "data:")) for value in Page(page).fetched)
+    assert Page(page).fetched, "the test has no power"
+    assert not {"script", "link", "img", "iframe", "object"} & Page(page).count.keys()
+    assert "@import" not in page
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page))
+    without_namespaces = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
+    assert "http://" not in without_namespaces
+    assert "https://" not in without_namespaces
+
+
+def test_the_page_holds_both_plots_and_the_table(page):
+    parsed = Page(page)
+    assert parsed.count["svg"] == 2
+    assert parsed.count["figure"] == 2
+    assert parsed.count["tr"] == 1 + len(RECORDS)
+    cells = [*HEADINGS, *(cell for record in ordered(RECORDS) for cell in columns(record))]
+    assert parsed.cells == cells
+
+
+def test_the_page_escapes(page):
+    assert "groups: &lt;16&gt; tokens &amp; more" in page
+    assert "<16>" not in page
+    assert "<b>" not in page
+
+
+def test_the_learned_order_stands_out(page):
+    assert page.count("<tr class=learned>") == 1
+
+
+def test_a_page_without_orders_and_with_several_runs(tmp_path):
+    path = tmp_path / "report.html"
+    write_html(path, [("one", "", RECORDS, []), ("two", "", [LEARNED], [order()])])
+    parsed = Page(path.read_text())
+    assert parsed.count["section"] == 2
+    assert parsed.count["svg"] == 1 + 2
