@@ -234,15 +234,28 @@ BOUND = BoundReport(
     mdm_bound=-1.5,
     mdm_bound_se=0.0456,
     entropy=0.52,
+    true_log_likelihood=-0.53,
 )
 
 
 def test_the_bound_table():
     text = printed(bound_table(BOUND, "groups"))
-    for part in ("T = 2", "-0.6100", "0.0123", "-0.2500, -0.0600", "-1.5000", "0.0456", "-0.5200", "nats a token"):
+    for part in (
+        "T = 2",
+        "-0.6100",
+        "0.0123",
+        "-0.2500, -0.0600",
+        "-1.5000",
+        "0.0456",
+        "-0.5200",
+        "-0.5300",
+        "nats a token",
+    ):
         assert part in text
     assert max(map(len, text.splitlines())) <= 80
-    assert "entropy" not in printed(bound_table(dataclasses.replace(BOUND, entropy=None), "groups"))
+    unknown = printed(bound_table(dataclasses.replace(BOUND, entropy=None, true_log_likelihood=None), "groups"))
+    assert "exact" not in unknown
+    assert "entropy" not in unknown
 
 
 # --- the pictures -----------------------------------------------------------------------------------------------------
@@ -339,15 +352,15 @@ class Page(HTMLParser):
         self.inside = ""
 
 
-@pytest.fixture
-def page(tmp_path):
-    path = tmp_path / "report.html"
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "report.html"
     write_html(path, [("groups: <16> tokens & more", 'a "caption" <b>', RECORDS, [order(), order("iid")])])
     return path.read_text()
 
 
 def test_the_page_is_self_contained(page):
-    """Nothing is fetched: no script, no style sheet, no image but those inside; addresses only as names of namespaces."""
+    """Nothing is fetched: no script, no style sheet, no image but those inside; addresses only name namespaces."""
     assert all(value.startswith(("#", "data:")) for value in Page(page).fetched)
     assert Page(page).fetched, "the test has no power"
     assert not {"script", "link", "img", "iframe", "object"} & Page(page).count.keys()

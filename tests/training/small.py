@@ -60,17 +60,20 @@ budgets = [2, 4]
 
 
 def small_model(
-    *, vocab_size: int = 3, budget: int = 3, selection: str = "nonempty", tau: float = 0.3, seed: int = 0
+    *,
+    vocab_size: int = 3,
+    longest: int = 8,
+    budget: int = 3,
+    selection: str = "nonempty",
+    tau: float = 0.3,
+    seed: int = 0,
 ) -> OrderModel:
-    """A random float64 model, far from uniform.  Every weight is random: a selector that starts at zero says nothing.
-
-    Scorer and selector still answer in float32, as they always do.
-    """
-    shape = BackboneConfig(width=16, layers=1, heads=2, intermediate=16, max_length=8, absolute_positions=True)
+    """A random float64 model, far from uniform.  Every weight is random: at zero, a selector says nothing."""
+    shape = BackboneConfig(width=16, layers=1, heads=2, intermediate=16, max_length=longest, absolute_positions=True)
     config = OrderModelConfig(
         vocab_size,
         shape,
-        selector=SelectorConfig(width=8, layers=1, heads=2, budgets=(budget,), positions=8),
+        selector=SelectorConfig(width=8, layers=1, heads=2, budgets=(budget,), positions=longest),
         scorer=shape,
         selection=selection,
         tau=tau,

@@ -285,7 +285,7 @@ def check_terms(objective, monkeypatch, examples=None):
         ("order KL", terms.order_kl, KL),
         ("log Q", log_q, log_Q),
     ]:
-        torch.testing.assert_close(ours.double(), truth.double(), rtol=1e-5, atol=1e-5, msg=f"wrong {name}")
+        torch.testing.assert_close(ours.double(), truth.double(), rtol=1e-9, atol=1e-9, msg=f"wrong {name}")
     return terms, masked
 
 
@@ -392,12 +392,12 @@ def test_loss_and_gradient_are_those_of_the_slow_surrogate(monkeypatch, baseline
     ours, truth = gradients(outcome.loss, objective.model), gradients(slow, objective.model)
     for name in ours:
         scale = truth[name].abs().max()
-        assert (ours[name] - truth[name]).abs().max() < 1e-5 * (1 + scale), name
+        assert (ours[name] - truth[name]).abs().max() < 1e-9 * (1 + scale), name
     for network in ("denoiser", "selector", "scorer"):
         largest = max(value.abs().max() for name, value in truth.items() if name.startswith(network))
         assert largest > 1e-2, f"the test has no power for the {network}"
     elbo = (BUDGET * F.mean(-1) / num_response).mean()
-    assert outcome.metrics["elbo"].item() == pytest.approx(elbo.item(), rel=1e-5)
+    assert outcome.metrics["elbo"].item() == pytest.approx(elbo.item(), rel=1e-9)
 
 
 def test_metrics_add_up():
@@ -406,7 +406,7 @@ def test_metrics_add_up():
     metrics = outcome.metrics
     assert set(metrics) == {"elbo", "reconstruction", "order_kl", "q_steps"}
     assert not any(value.requires_grad for value in metrics.values())
-    assert metrics["elbo"].item() == pytest.approx((metrics["reconstruction"] - metrics["order_kl"]).item(), rel=1e-5)
+    assert metrics["elbo"].item() == pytest.approx((metrics["reconstruction"] - metrics["order_kl"]).item(), rel=1e-9)
     assert metrics["reconstruction"] < 0
     assert metrics["order_kl"] > 0
 
@@ -475,9 +475,9 @@ def test_an_example_does_not_depend_on_the_batch_around_it():
         length = alone.tokens.shape[1]
         own, own_log_q, own_masked = objective.terms(alone, IDS[b : b + 1], TIMES[b : b + 1])
         assert torch.equal(own_masked[0], masked[b, :, :length])
-        torch.testing.assert_close(own.reconstruction[0], terms.reconstruction[b], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(own.order_kl[0], terms.order_kl[b], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(own_log_q[0], log_q[b], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(own.reconstruction[0], terms.reconstruction[b], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(own.order_kl[0], terms.order_kl[b], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(own_log_q[0], log_q[b], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(("left", "extra"), [(True, 0), (False, 1), (True, 1)])
@@ -487,9 +487,9 @@ def test_padding_on_either_side_changes_nothing(left, extra):
     other, other_log_q, other_masked = objective.terms(batch(left, extra), IDS, TIMES)
     for b in range(len(IDS)):
         assert torch.equal(other_masked[b][:, batch(left, extra).attention[b]], masked[b][:, batch().attention[b]])
-    torch.testing.assert_close(other.reconstruction, terms.reconstruction, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(other.order_kl, terms.order_kl, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(other_log_q, log_q, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(other.reconstruction, terms.reconstruction, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(other.order_kl, terms.order_kl, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(other_log_q, log_q, rtol=1e-9, atol=1e-9)
 
 
 def test_terms_hold_with_padding_on_the_left(monkeypatch):
@@ -504,7 +504,7 @@ def test_trajectories_follow_the_posterior():
     examples = padded([x0.tolist()] * draws, [[True] * 4] * draws)
     with torch.no_grad():
         _, _, masked = objective.terms(examples, torch.arange(draws), torch.zeros(draws, dtype=torch.long))
-        scorer_only = TinyModel(None, None, lambda x: model.scorer(x).double(), model.selection, 3, model.config.tau)
+        scorer_only = TinyModel(None, None, model.scorer, model.selection, 3, model.config.tau)
         chain = posterior_chain(scorer_only, x0, 3)
     code = 2 ** torch.arange(4)
     observed = (masked.view(-1, 4).long() * code).sum(-1).bincount(minlength=16).double()
@@ -548,7 +548,7 @@ def test_the_moving_average_is_asked_with_the_times():
     objective(batch(), IDS, (TIMES + 0.5) / BUDGET)
     terms, _, _ = objective.terms(batch(), IDS, TIMES)
     for t in range(BUDGET):
-        assert objective.baseline.mean[t].item() == pytest.approx(terms.elbo[t == TIMES].mean().item(), rel=1e-5)
+        assert objective.baseline.mean[t].item() == pytest.approx(terms.elbo[t == TIMES].mean().item(), rel=1e-9)
 
 
 # --- small pieces -----------------------------------------------------------------------------------------------------

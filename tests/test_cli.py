@@ -1,0 +1,488 @@
+"""The command line, in this process: what each command prints and writes, and what it says of bad input."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.test_report import LEARNED, heuristic
+from tests.training.small import TINY_RECIPE, contents, json_lines
+from unmask import cli
+from unmask.cli import main, verdict
+from unmask.training import recipe as recipe_module
+from unmask.training.run import load_task
+
+JOINT = ["--set", "order.denoiser_rate=1e-3"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The tiny recipe, and evaluated runs that tests only read: frozen and joint."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "tiny.toml").write_text(TINY_RECIPE)
+    for name, overrides in (("frozen", []), ("joint", JOINT)):
+        for command in (
+            ["train", folder / "tiny.toml", "--out", folder / name, *overrides],
+            ["evaluate", folder / name],
+        ):
+            with pytest.raises(SystemExit) as caught:
+                main(list(map(str, command)))
+            assert caught.value.code in (None, 0)
+    return folder
+
+
+@pytest.fixture
+def run(base, tmp_path):
+    """A copy of the frozen run, to be damaged."""
+    return shutil.copytree(base / "frozen", tmp_path / "run")
+
+
+@pytest.fixture
+def call(capsys):
+    """Runs a command; its exit code, what it printed, and what it said on stderr."""
+
+    def run_command(*arguments):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return caught.value.code or 0, out, err
+
+    return run_command
+
+
+@pytest.fixture
+def refused(call):
+    """Runs a command that must fail as bad input does: exit code 2, one line on stderr, no traceback."""
+
+    def run_command(*arguments):
+        code, _, err = call(*arguments)
+        assert code == 2, err
+        assert len(err.splitlines()) == 1
+        assert err.startswith("unmask: ")
+        assert "Traceback" not in err
+        assert "Error" not in err, "a message, not the name of an exception"
+        return err
+
+    return run_command
+
+
+# --- train ------------------------------------------------------------------------------------------------------------
+
+
+def test_train_writes_a_run_and_says_what_next(base, call, tmp_path):
+    out = tmp_path / "deep" / "run"
+    code, text, _ = call("train", base / "tiny.toml", "--out", out, "--set", "order.budget=3", "--set", "seed=5")
+    assert code == 0
+    assert f"unmask evaluate {out}" in text.replace("\n", "")
+    recipe = json.loads((out / "recipe.json").read_text())
+    assert (recipe["order"]["budget"], recipe["seed"], recipe["order"]["trajectories"]) == (3, 5, 2)
+
+
+def test_train_never_overwrites_without_force(base, call, refused, run):
+    (run / "notes.txt").write_text("mine")
+    before = contents(run)
+    message = refused("train", base / "tiny.toml", "--out", run)
+    assert "--force" in message
+    assert contents(run) == before
+    code, _, _ = call("train", base / "tiny.toml", "--out", run, "--force", "--set", "seed=3")
+    assert code == 0
+    assert "notes.txt" not in contents(run)
+    assert json.loads((run / "recipe.json").read_text())["seed"] == 3
+
+
+# --- bad input: the sentences of the issue ----------------------------------------------------------------------------
+
+WRONG_TRAINING = {
+    "unknown task": (["--set", "task.name=gruops"], "unknown task 'gruops'; did you mean 'groups'?"),
+    "unknown task option": (["--set", "task.symbol=3"], "did you mean 'symbols'?"),
+    "unknown policy": (["--set", "evaluate.policies=['magrin']"], "did you mean 'margin'?"),
+    "unknown key": (["--set", "order.bugdet=3"], "did you mean 'budget'?"),
+    "T < 1": (["--set", "order.budget=0"], "budget (T) must be at least 1, got 0"),
+    "tau = 0": (["--set", "order.tau=0"], "tau must be above 0"),
+    "tau < 0": (["--set", "order.tau=-0.5"], "tau must be above 0"),
+    "k < 2": (["--set", "order.trajectories=1"], "trajectories (k) must be at least 2 with leave-one-out"),
+    "too long": (["--set", "model.max_length=3"], "longer than the model's context of 3: raise model.max_length"),
+    "no init": (["--set", "init=nowhere"], "nowhere: no such folder"),
+    "not key=value": (["--set", "order.budget"], "key=value"),
+    "nothing learned": (["--set", "order.selector_rate=0", "--set", "order.scorer_rate=0"], "all 0"),
+    "a seed of 80 bits": (["--set", f"seed={2**80}"], "seed must fit in 64 bits"),
+    "an unknown size": (
+        [part for name in ("width", "layers", "heads", "intermediate") for part in ("--set", f"model.{name}=0")]
+        + ["--set", "model.size=7m"],
+        "model.size = '7m' is unknown; choose from",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), WRONG_TRAINING.values(), ids=WRONG_TRAINING.keys())
+def test_a_recipe_that_cannot_be_trained(base, refused, run, options, expected):
+    """One line, and not even --force costs the run that was there."""
+    before = contents(run)
+    assert expected in refused("train", base / "tiny.toml", "--out", run, "--force", *options)
+    assert contents(run) == before
+
+
+def test_unknown_recipes(refused, tmp_path):
+    message = refused("train", "gruops", "--out", tmp_path / "new")
+    assert "no recipe 'gruops'; did you mean 'groups'?" in message
+    (tmp_path / "broken.toml").write_text("[task\n")
+    assert "not valid TOML" in refused("train", tmp_path / "broken.toml", "--out", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_is_no_run_is_not_replaced(base, refused, tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").write_text("years")
+    message = refused("train", base / "tiny.toml", "--out", tmp_path / "thesis", "--force")
+    assert "give another --out" in message
+    assert contents(tmp_path / "thesis") == {"thesis.tex": b"years"}
+
+
+READERS = {
+    "evaluate": ["evaluate"],
+    "evaluate --bound": ["evaluate", "--bound"],
+    "sample": ["sample"],
+    "report": ["report"],
+}
+
+
+@pytest.mark.parametrize("command", READERS.values(), ids=READERS.keys())
+def test_a_missing_run(refused, tmp_path, command):
+    message = refused(command[0], tmp_path / "nowhere", *command[1:])
+    assert "no such folder; give the" in message
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "recipe.json"])
+@pytest.mark.parametrize("command", list(READERS.values())[:3], ids=list(READERS)[:3])
+def test_a_half_written_run(refused, run, command, missing):
+    (run / missing).unlink()
+    before = contents(run)
+    message = refused(command[0], run, *command[1:])
+    assert missing in message
+    assert "again" in message
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize("command", list(READERS.values())[:3], ids=list(READERS)[:3])
+def test_a_run_of_another_version(refused, run, command):
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "format_version": 2}))
+    before = contents(run)
+    message = refused(command[0], run, *command[1:])
+    assert "format version 2" in message
+    assert "train again" in message
+    assert contents(run) == before
+
+
+def test_a_run_that_was_not_evaluated(refused, run):
+    for name in ("results.jsonl", "orders.jsonl"):
+        (run / name).unlink()
+    before = contents(run)
+    assert "run `unmask evaluate" in refused("report", run)
+    (run / "results.jsonl").write_text("")
+    assert "run `unmask evaluate" in refused("report", run)
+    (run / "results.jsonl").unlink()
+    assert contents(run) == before
+
+
+def test_results_that_are_damaged(refused, run):
+    with (run / "results.jsonl").open("a") as file:
+        file.write('{"task": "gro\n')
+    before = contents(run)
+    lines = len((run / "results.jsonl").read_text().splitlines())
+    assert f"results.jsonl, line {lines}: not a JSON object" in refused("report", run)
+    assert contents(run) == before
+
+
+def test_one_bad_run_of_two_writes_nothing(refused, run, tmp_path):
+    before = contents(run)
+    refused("report", run, tmp_path / "nowhere")
+    assert contents(run) == before
+
+
+WRONG_OPTIONS = {
+    "unknown policy": (["evaluate", "{run}", "--policy", "magrin"], "unknown policy 'magrin': choose from"),
+    "steps 0": (["evaluate", "{run}", "--policy", "iid", "--steps", "0"], "--steps must be at least 1, got 0"),
+    "steps of another order": (["evaluate", "{run}", "--policy", "learned", "--steps", "3"], "trained for T = 2"),
+    "no examples": (["evaluate", "{run}", "--examples", "0"], "--examples"),
+    "negative temperature": (["evaluate", "{run}", "--temperature", "-1"], "--temperature"),
+    "no trajectories": (["evaluate", "{run}", "--bound", "--trajectories", "0"], "--trajectories"),
+    "a bound of one": (["evaluate", "{run}", "--bound", "--examples", "1"], "at least 2 examples"),
+    "sample: unknown policy": (["sample", "{run}", "--policy", "magrin"], "unknown policy 'magrin': choose from"),
+    "sample: steps 0": (["sample", "{run}", "--steps", "0"], "--steps"),
+    "sample: steps of another order": (["sample", "{run}", "--steps", "3"], "trained for T = 2"),
+    "sample: no sequences": (["sample", "{run}", "--num", "0"], "--num"),
+    "sample: infinite temperature": (["sample", "{run}", "--temperature", "inf"], "temperature"),
+    "no command": (["trian"], "No such command 'trian'"),
+    "no option": (["sample", "{run}", "--fancy"], "--fancy"),
+    "no argument": (["sample"], "Missing argument"),
+    "no --out": (["train", "groups"], "--out"),
+    "not a number": (["sample", "{run}", "--num", "few"], "--num"),
+}
+
+
+@pytest.mark.parametrize(("command", "expected"), WRONG_OPTIONS.values(), ids=WRONG_OPTIONS.keys())
+def test_wrong_options(refused, run, command, expected):
+    before = contents(run)
+    message = refused(*(run if part == "{run}" else part for part in command))
+    assert expected in message
+    assert contents(run) == before
+
+
+def test_usage_errors_say_where_help_is(refused):
+    assert "`unmask sample --help`" in refused("sample", "x", "--steps", "0")
+    assert "`unmask --help`" in refused("trian")
+
+
+def test_no_learned_order(base, call, refused, tmp_path):
+    text = TINY_RECIPE[: TINY_RECIPE.index("[order]")] + TINY_RECIPE[TINY_RECIPE.index("[evaluate]") :]
+    (tmp_path / "plain.toml").write_text(text)
+    assert call("train", tmp_path / "plain.toml", "--out", tmp_path / "plain")[0] == 0
+    assert "no learned order" in refused("evaluate", tmp_path / "plain", "--policy", "learned")
+    assert "no learned order" in refused("evaluate", tmp_path / "plain", "--bound")
+    code, text, _ = call("sample", tmp_path / "plain")
+    assert code == 0
+    assert "4 steps" in text
+    code, text, _ = call("evaluate", tmp_path / "plain")
+    assert code == 0
+    assert "learned" not in text
+    assert "plainly trained denoiser" in text
+    assert call("report", tmp_path / "plain")[0] == 0
+
+
+def test_help(call):
+    code, text, _ = call("--help")
+    assert code == 0
+    for command in ("demo", "train", "evaluate", "report", "sample"):
+        assert command in text
+    assert call("sample", "--help")[0] == 0
+
+
+def test_an_interrupt_is_one_line(monkeypatch, call, base):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("unmask.training.run.load_run", interrupted)
+    code, _, err = call("evaluate", base / "frozen")
+    assert code == 130
+    assert "Traceback" not in err
+
+
+# --- evaluate ---------------------------------------------------------------------------------------------------------
+
+
+def test_evaluate_runs_what_the_recipe_says(base):
+    for name in ("frozen", "joint"):
+        records = json_lines(base / name / "results.jsonl")
+        assert [(r["policy"], r["budget"], r["trained_budget"]) for r in records] == [
+            ("learned", 2, 2),
+            ("iid", 2, None),
+            ("iid", 4, None),
+            ("top-prob", 2, None),
+            ("top-prob", 4, None),
+        ]
+        assert {(r["num_examples"], r["temperature"], r["seed"], r["model"]) for r in records} == {(20, 1.0, 0, "1x16")}
+        assert len(json_lines(base / name / "orders.jsonl")) == 5
+
+
+def test_evaluate_runs_heuristics_on_the_right_denoiser(base):
+    """Frozen: all on the same weights.  Joint: the heuristics on the baseline, which is another one."""
+    frozen, joint = (json_lines(base / name / "results.jsonl") for name in ("frozen", "joint"))
+    assert len({record["denoiser"] for record in frozen}) == 1
+    learned, *others = (record["denoiser"] for record in joint)
+    assert len(set(others)) == 1
+    assert learned not in others
+
+
+def test_evaluate_adds_to_the_results_and_prints_a_table(call, run):
+    before = (run / "results.jsonl").read_text()
+    code, text, _ = call(
+        "evaluate", run, "--policy", "margin", "--policy", "iid", "--steps", "1", "--steps", "3", "--examples", "6",
+        "--temperature", "0", "--seed", "9",
+    )  # fmt: skip
+    assert code == 0
+    after = (run / "results.jsonl").read_text()
+    assert after.startswith(before)
+    new = json_lines(run / "results.jsonl")[5:]
+    assert [(r["policy"], r["budget"]) for r in new] == [("margin", 1), ("margin", 3), ("iid", 1), ("iid", 3)]
+    assert {(r["num_examples"], r["temperature"], r["seed"]) for r in new} == {(6, 0.0, 9)}
+    for part in ("margin @ 1", "iid @ 3", "best possible number of steps 2", "true entropy 2.197", "frozen denoiser"):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_budget_larger_than_the_response_is_allowed(call, run):
+    code, _, _ = call("evaluate", run, "--policy", "top-prob", "--steps", "50", "--examples", "3")
+    assert code == 0
+    record = json_lines(run / "results.jsonl")[-1]
+    assert (record["budget"], record["max_steps"]) == (50, 4)
+
+
+def test_the_table_says_what_the_heuristics_ran_on(base, call, tmp_path):
+    shutil.copytree(base / "joint", tmp_path / "joint")
+    _, text, _ = call("evaluate", tmp_path / "joint", "--examples", "3")
+    assert "as many further plain updates: 3 of 8 sequences" in " ".join(text.split())
+
+
+def test_evaluate_bound(call, run):
+    results = (run / "results.jsonl").read_text()
+    code, text, _ = call("evaluate", run, "--bound", "--examples", "10", "--trajectories", "2")
+    assert code == 0
+    bound = json.loads((run / "bound.json").read_text())
+    assert (bound["budget"], bound["num_examples"], len(bound["reconstruction"])) == (2, 10, 2)
+    assert f"{bound['order_bound']:.4f}" in text
+    assert f"{bound['mdm_bound']:.4f}" in text
+    assert "-0.5493" in text, "minus the true entropy, 2 log 3 / 4"
+    assert (run / "results.jsonl").read_text() == results
+
+
+# --- sample -----------------------------------------------------------------------------------------------------------
+
+
+def test_sample_prints_sequences(call, run):
+    before = contents(run)
+    code, text, _ = call("sample", run, "--num", "3")
+    assert code == 0
+    lines = [line for line in text.splitlines() if "steps, " in line]
+    assert len(lines) == 3
+    for line in lines:
+        assert re.fullmatch(r" +[abc] [abc] [abc] [abc]   [12] steps, (not )?valid", line)
+    assert contents(run) == before
+
+
+def test_sample_says_whether_it_is_valid(call, run):
+    """In agreement with the task's own checker."""
+    _, task = load_task(run)
+    _, text, _ = call("sample", run, "--num", "120", "--policy", "iid", "--steps", "4")
+    found = re.findall(r"([abc] [abc] [abc] [abc])   \d steps, (not )?valid", text)
+    assert len(found) == 120
+    tokens = torch.tensor([["abc".index(word) for word in words.split()] for words, _ in found])
+    expected = task.valid(tokens, task.examples(torch.arange(120), "test")).tolist()
+    assert [not negated for _, negated in found] == expected
+    assert len(set(expected)) == 2, "both verdicts occur"
+
+
+def test_sample_trace_prints_every_step(call, run):
+    code, text, _ = call("sample", run, "--trace", "--num", "5", "--policy", "top-prob", "--steps", "4")
+    assert code == 0
+    lines = text.splitlines()[1:]
+    assert len(lines) == 5 * (4 + 1), "four steps and the result"
+    for sequence in range(5):
+        *steps, result = lines[5 * sequence : 5 * sequence + 5]
+        assert [int(line.split()[0]) for line in steps] == [0, 1, 2, 3]
+        assert [line.count("·") for line in steps] == [3, 2, 1, 0]
+        assert result.split()[0] == "="
+        assert result.split()[1:5] == steps[-1].split()[1:]
+        for earlier, later in pairwise(steps):
+            for was, now in zip(earlier.split()[1:], later.split()[1:], strict=True):
+                assert was in ("·", now), "what is revealed stays"
+
+
+def test_sample_is_repeatable(call, run):
+    texts = [call("sample", run, "--seed", seed, "--num", "8")[1] for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+# --- report -----------------------------------------------------------------------------------------------------------
+
+
+def test_report_writes_one_page(call, run):
+    code, text, _ = call("report", run)
+    assert code == 0
+    assert "report.html" in text
+    page = (run / "report.html").read_text()
+    assert "learned, T = 2" in page
+    assert page.count("<svg") == 2
+    assert (run / "orders.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_of_several_runs(base, call, tmp_path):
+    for name in ("frozen", "joint"):
+        shutil.copytree(base / name, tmp_path / name)
+    code, _, _ = call("report", tmp_path / "frozen", tmp_path / "joint", "--out", tmp_path / "page.html")
+    assert code == 0
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<section>") == 2
+    assert "frozen denoiser" in page
+    assert "learned jointly" in page
+    assert not (tmp_path / "frozen" / "report.html").exists()
+
+
+# --- the verdict and the demo -----------------------------------------------------------------------------------------
+
+
+def rivals(high=0.02):
+    return [heuristic(policy, 2, score=0.01, ci_low=0.005, ci_high=high) for policy in ("iid", "top-prob", "margin")]
+
+
+def test_the_learned_order_wins():
+    strong_at_16 = heuristic("margin", 16, score=1.0, ci_low=0.996, ci_high=1.0)
+    assert verdict([LEARNED, *rivals(), strong_at_16]) == [], "only the same number of steps counts"
+
+
+def test_the_learned_order_loses():
+    (failure,) = verdict([LEARNED, *rivals()[:2], heuristic("margin", 2, ci_low=0.95, ci_high=0.97)])
+    assert "margin is valid in [0.950, 0.970] at 2 steps, learned in [0.961, 0.981]" in failure
+
+
+def test_a_tie_is_no_win():
+    (failure,) = verdict([LEARNED, heuristic("iid", 2, ci_low=0.9, ci_high=LEARNED.ci_low)])
+    assert "iid" in failure
+
+
+@pytest.mark.parametrize("distinct", [849, 891])
+def test_a_learned_order_that_is_not_diverse_does_not_win(distinct):
+    (failure,) = verdict([replace(LEARNED, distinct=distinct), *rivals()])
+    assert f"{distinct} distinct valid samples" in failure
+    assert "[850, 890]" in failure
+
+
+def test_nothing_to_compare_is_no_win():
+    assert verdict([]) == ["no learned order was evaluated"]
+    assert verdict(rivals()) == ["no learned order was evaluated"]
+    (failure,) = verdict([LEARNED, heuristic("iid", 4, ci_low=0.0, ci_high=0.1)])
+    assert failure == "no heuristic was evaluated at 2 steps"
+
+
+@pytest.fixture
+def tiny_demo(base, monkeypatch):
+    """`demo` on the tiny recipe: its `groups` is the one in this folder."""
+    folder = base / "recipes"
+    folder.mkdir(exist_ok=True)
+    (folder / "groups.toml").write_text(TINY_RECIPE)
+    monkeypatch.setattr(recipe_module, "recipe_folder", lambda: folder)
+    monkeypatch.chdir(base)  # no file called groups here
+
+
+def test_the_demo_fails_loudly_if_the_order_does_not_win(tiny_demo, call, tmp_path):
+    """Three updates teach nothing: exit code 1, and everything is written all the same."""
+    out = tmp_path / "demo"
+    code, text, err = call("demo", "--out", out, "--seed", "3")
+    assert code == 1
+    assert "the learned order did NOT win: " in err
+    assert "wins at" not in text
+    assert {"config.json", "results.jsonl", "report.html", "orders.png"} <= set(contents(out))
+    assert json.loads((out / "recipe.json").read_text())["seed"] == 3
+    assert {record["seed"] for record in json_lines(out / "results.jsonl")} == {3}
+
+
+def test_the_demo_says_that_the_order_wins(tiny_demo, call, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "verdict", lambda records: [])
+    code, text, _ = call("demo", "--out", tmp_path / "demo")
+    assert code == 0
+    assert "The learned order wins at the same number of steps." in text
+    assert "CPU seconds" in text
+
+
+def test_the_demo_never_overwrites_without_force(tiny_demo, refused, call, run):
+    before = contents(run)
+    assert "--force" in refused("demo", "--out", run)
+    assert contents(run) == before
+    assert call("demo", "--out", run, "--force")[0] == 1
+    assert contents(run) != before
