@@ -333,7 +333,7 @@ def _write_report(runs: list[Path], page: Path) -> None:
 
 def _label(recipe: Recipe) -> str:
     """What records call a model: the name of its size, or layers x width."""
-    if recipe.model is None:
+    if recipe.init:
         return Path(recipe.init).name
     return recipe.model.size or f"{recipe.model.layers}x{recipe.model.width}"
 

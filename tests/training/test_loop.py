@@ -395,3 +395,21 @@ def test_a_stage_leaves_its_objective_in_evaluation_mode(tmp_path):
     run(tmp_path, "order", stage(updates=1), model=model)
     assert not model.training
     assert not any(module.training for module in model.modules())
+
+
+def test_an_example_with_an_empty_response_is_named(tmp_path):
+    task = FixedTask(padded([[2, 0, 1], [1, 2, 0]], [[True, True, True], [False, False, False]]))
+    model = small_model(budget=BUDGET)
+    objective = DenoiseObjective(model.denoiser, 0)
+    with pytest.raises(ValueError, match="training example 1 has an empty response"):
+        run_stage(
+            "denoise",
+            0,
+            objective,
+            rates_of(model, "denoise"),
+            stage(batch=2),
+            task,
+            0,
+            Accelerator(cpu=True),
+            Metrics(tmp_path / "metrics.jsonl"),
+        )

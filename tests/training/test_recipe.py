@@ -242,7 +242,7 @@ def test_one_trajectory_is_enough_without_leave_one_out(tiny):
 
 @pytest.mark.parametrize(
     ("section", "expected"),
-    [("task", "'task' is missing"), ("model", "[model] is missing"), ("denoise", "an order needs a denoiser")],
+    [("task", "'task' is missing"), ("model", "[model] has no shape"), ("denoise", "an order needs a denoiser")],
 )
 def test_missing_sections(tmp_path, section, expected):
     assert expected in refused(written(tmp_path, without_section(TINY_RECIPE, section)))

@@ -15,7 +15,7 @@ from unmask.models.order_model import ModelFolderError, OrderModel
 from unmask.training import run as run_module
 from unmask.training.loop import Metrics, run_stage
 from unmask.training.objectives import DenoiseObjective
-from unmask.training.recipe import Recipe, RecipeError, load_recipe
+from unmask.training.recipe import ModelRecipe, Recipe, RecipeError, load_recipe
 from unmask.training.run import RunFolderError, continued, load_run, load_task, train
 
 JOINT = ["order.denoiser_rate=1e-3"]
@@ -242,7 +242,7 @@ def test_bf16_autocast(base, tmp_path):
 
 def test_an_order_for_an_earlier_denoiser(base, tmp_path):
     """No [model] and no [denoise]: the denoiser is that of the earlier run, to the last bit."""
-    wanted = without(recipe(base, f"init={base / 'joint'}"), model=None, denoise=None)
+    wanted = without(recipe(base, f"init={base / 'joint'}"), model=ModelRecipe(), denoise=None)
     train(wanted, tmp_path / "run", cpu=True)
     earlier = OrderModel.from_pretrained(base / "joint")
     model, plain, _, _ = load_run(tmp_path / "run")
@@ -253,10 +253,16 @@ def test_an_order_for_an_earlier_denoiser(base, tmp_path):
 
 
 def test_an_earlier_denoiser_trained_on(base, tmp_path):
-    wanted = without(recipe(base, f"init={base / 'frozen'}"), model=None, order=None)
+    wanted = without(recipe(base, f"init={base / 'frozen'}"), model=ModelRecipe(), order=None)
     model = train(wanted, tmp_path / "run", cpu=True)
     assert not same(weights(model.denoiser), weights(OrderModel.from_pretrained(base / "frozen").denoiser))
     assert model.selector is None
+
+
+def test_init_of_another_shape(base, tmp_path):
+    with pytest.raises(RecipeError) as caught:
+        train(recipe(base, f"init={base / 'frozen'}", "model.width=32"), tmp_path / "run", cpu=True)
+    assert "has width 16, but the recipe's [model] says 32" in one_line(caught)
 
 
 def test_init_from_nowhere(base, tmp_path):

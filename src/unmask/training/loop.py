@@ -45,7 +45,7 @@ class Metrics:
 
 
 def learning_rate_factor(update: int, stage: Optimisation) -> float:
-    """Linear warm-up to 1, then a cosine down to `final_rate` at the last update."""
+    """Linear warm-up to 1, then a cosine that reaches `final_rate` as the stage ends."""
     if update < stage.warmup:
         return (update + 1) / (stage.warmup + 1)
     progress = (update - stage.warmup) / max(1, stage.updates - stage.warmup)
@@ -126,6 +126,11 @@ def _backward(
         slots = mine[micro :: stage.accumulate]
         ids = index * STAGE_IDS + update * stage.batch + slots
         examples = task.examples(ids, "train").to(accelerator.device)
+        if not examples.response.any(-1).all():
+            empty = int(ids[~examples.response.any(-1).cpu()][0])
+            raise ValueError(
+                f"task {task.name}: training example {empty} has an empty response, so nothing to learn from"
+            )
         u = stratified(seed, Purpose.TIME, index, update, slots=slots, total=stage.batch)
         with accelerator.autocast():
             outcome = run(examples, ids.to(accelerator.device), u)

@@ -47,6 +47,9 @@ class ScorerRecipe:
         _at_least(self, 0, "width")
 
 
+_SHAPE = ("width", "layers", "heads", "intermediate")
+
+
 @dataclass(frozen=True)
 class ModelRecipe:
     size: str = ""  # a name such as "34m"; or leave it out and give the four numbers
@@ -62,13 +65,17 @@ class ModelRecipe:
     scorer: ScorerRecipe = field(default_factory=ScorerRecipe)
 
     def __post_init__(self) -> None:
-        shape = ("width", "layers", "heads", "intermediate")
-        given = [name for name in shape if getattr(self, name)]
-        if self.size and given:
-            raise ValueError(f"size = {self.size!r} already says {', '.join(given)}: give one or the other")
-        if not self.size and len(given) < len(shape):
-            missing = [name for name in shape if name not in given]
-            raise ValueError(f"{', '.join(missing)} missing: give a size such as '34m', or {', '.join(shape)}")
+        given = self.shape_given
+        if self.size and len(given) > 1:
+            raise ValueError(f"size = {self.size!r} already says {', '.join(given[1:])}: give one or the other")
+        if given and not self.size and len(given) < len(_SHAPE):
+            missing = [name for name in _SHAPE if name not in given]
+            raise ValueError(f"{', '.join(missing)} missing: give a size such as '34m', or {', '.join(_SHAPE)}")
+
+    @property
+    def shape_given(self) -> list[str]:
+        """The keys that say something about the denoiser's shape."""
+        return [name for name in ("size", *_SHAPE) if getattr(self, name)]
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,7 @@ class EvaluateRecipe:
 @dataclass(frozen=True)
 class Recipe:
     task: dict[str, Any]
-    model: ModelRecipe | None = None
+    model: ModelRecipe = field(default_factory=ModelRecipe)
     denoise: DenoiseRecipe | None = None
     order: OrderRecipe | None = None
     evaluate: EvaluateRecipe = field(default_factory=EvaluateRecipe)
@@ -173,8 +180,10 @@ class Recipe:
             raise ValueError("nothing to train: give [denoise], [order] or both")
         if not self.denoise and not self.init:
             raise ValueError("an order needs a denoiser: give [denoise], or init = 'the folder of an earlier run'")
-        if not self.model and not self.init:
-            raise ValueError("[model] is missing: give a size, or width, layers, heads and intermediate")
+        if not self.init and not self.model.shape_given:
+            raise ValueError(
+                "[model] has no shape: give a size such as '34m', or width, layers, heads and intermediate"
+            )
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"

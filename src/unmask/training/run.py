@@ -10,7 +10,6 @@ RUN/baseline/                                         joint order learning only:
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import shutil
 from pathlib import Path
@@ -62,8 +61,7 @@ def train(recipe: Recipe, out: Path, *, force: bool = False, cpu: bool = False) 
         rates: Rates = {"denoiser": (model.denoiser, recipe.denoise.learning_rate)}
         stage("denoise", 0, DenoiseObjective(model.denoiser, recipe.seed), rates, recipe.denoise, model)
     if recipe.order:
-        before = _place(OrderModel(_plain(model.config), model.tokenizer), recipe, accelerator)
-        before.denoiser.load_state_dict(model.denoiser.state_dict())
+        before = _place(_copy_denoiser(model), recipe, accelerator)
         before.save_pretrained(out / "denoiser")
         stage("order", 1, _order_objective(model, recipe), _order_rates(model, recipe.order), recipe.order, model)
         if recipe.order.denoiser_rate > 0:
@@ -136,10 +134,16 @@ def _denoiser(recipe: Recipe, task: Task) -> OrderModel:
                 f"init = {recipe.init!r} knows {loaded.config.vocab_size} tokens, but task {task.name} has "
                 f"{len(task.vocabulary)}: give the run of the same task"
             )
-        model = OrderModel(_plain(loaded.config), loaded.tokenizer)
-        model.denoiser.load_state_dict(loaded.denoiser.state_dict())
+        if recipe.model.shape_given:
+            wanted, has = _shape(recipe.model, task), loaded.config.denoiser
+            for name in ("width", "layers", "heads", "intermediate"):
+                if getattr(wanted, name) != getattr(has, name):
+                    raise RecipeError(
+                        f"init = {recipe.init!r} has {name} {getattr(has, name)}, but the recipe's [model] says "
+                        f"{getattr(wanted, name)}: make them agree, or leave the shape out"
+                    )
+        model = _copy_denoiser(loaded)
     else:
-        assert recipe.model is not None
         config = OrderModelConfig(len(task.vocabulary), _shape(recipe.model, task), recipe.model.tied_head)
         model = OrderModel(config, word_level_tokenizer(task.vocabulary))
     longest = model.config.denoiser.max_length
@@ -161,8 +165,12 @@ def _place(model: OrderModel, recipe: Recipe, accelerator: Accelerator) -> Order
     return model
 
 
-def _plain(config: OrderModelConfig) -> OrderModelConfig:
-    return dataclasses.replace(config, selector=None, scorer=None)
+def _copy_denoiser(model: OrderModel) -> OrderModel:
+    """A model with a copy of the same denoiser and no order."""
+    with torch.random.fork_rng():  # the weights that a network is born with are drawn from torch's global state
+        plain = OrderModel(dataclasses.replace(model.config, selector=None, scorer=None), model.tokenizer)
+    plain.denoiser.load_state_dict(model.denoiser.state_dict())
+    return plain
 
 
 def _shape(model: ModelRecipe, task: Task) -> BackboneConfig:
@@ -186,7 +194,7 @@ def _shape(model: ModelRecipe, task: Task) -> BackboneConfig:
 def _with_order(plain: OrderModel, recipe: Recipe) -> OrderModel:
     """The same denoiser with a fresh selector and scorer."""
     assert recipe.order is not None
-    order, networks = recipe.order, recipe.model or ModelRecipe(size="1m")
+    order, networks = recipe.order, recipe.model
     trunk = plain.config.denoiser
     selector, scorer = networks.selector, networks.scorer
     scorer_width = scorer.width or trunk.width
@@ -209,7 +217,7 @@ def _with_order(plain: OrderModel, recipe: Recipe) -> OrderModel:
         model = OrderModel(config, plain.tokenizer)
     except ValueError as error:
         raise RecipeError(f"model: {error}") from None
-    model.denoiser.load_state_dict(copy.deepcopy(plain.denoiser.state_dict()))
+    model.denoiser.load_state_dict(plain.denoiser.state_dict())
     return model
 
 
