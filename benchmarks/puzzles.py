@@ -29,8 +29,12 @@ from unmask.training.recipe import load_recipe
 ROOT = Path(__file__).parents[1]
 RECORDS, PAGE = ROOT / "results" / "puzzles", ROOT / "docs" / "puzzles.md"
 DEMO = "groups"
+# The recipes were tuned on seeds 0 to 9; what is published is from seeds that nobody had looked at.  A seed fixes the
+# puzzle's hidden structure, its examples, the initial weights and every draw.
+DEMO_SEEDS, PUZZLE_SEEDS, VARIANT_SEEDS = range(10, 20), range(10, 13), range(10, 12)
 # Settings that the recipes do not use, kept for what they teach: name -> recipe and overrides.
 VARIANTS = {
+    "addition, the sum asked for": ("addition", ["task.ask=sum"]),
     "groups, scorer_rate 3e-3": ("groups", ["order.scorer_rate=3e-3"]),
     "groups, bernoulli": ("groups", ["order.selection=bernoulli"]),
     "groups, no baseline": ("groups", ["order.baseline=none"]),
@@ -49,7 +53,8 @@ Written by `python benchmarks/puzzles.py table` from the records in `results/puz
 
 Mean validity over seeds, with the lowest and highest seed in brackets; 1,000 samples a seed, tokens sampled at
 temperature 1. `Best heuristic` is the best of IID, top probability and margin at that number of steps, chosen after the
-fact, which favours it. `Order` says whether the denoiser learned along: for `joint` the heuristics run on the denoiser
+fact, which favours it. The recipes were tuned on seeds 0 to 9; these are other seeds, and a seed fixes the puzzle's
+hidden structure too. `Order` says whether the denoiser learned along: for `joint` the heuristics run on the denoiser
 from before order learning, plainly trained on for as many further sequences.
 """
 
@@ -62,13 +67,14 @@ def run_one(name: str, seed: int) -> None:
         return
     task, overrides = VARIANTS.get(name, (name, []))
     unmask = [sys.executable, "-m", "unmask"]
-    first = ["train", task, "--set", f"seed={seed}", *(x for value in overrides for x in ("--set", value)), "--cpu"]
+    overrides = [f"seed={seed}", f"task.seed={seed}", *overrides]
+    first = ["train", task, *(word for value in overrides for word in ("--set", value)), "--cpu"]
     if name == DEMO:
         first = ["demo", "--seed", str(seed)]
     code, seconds = _timed([*unmask, *first, "--out", str(run), "--force"])
     if name != DEMO:
         code = max(code, _timed([*unmask, "evaluate", str(run), "--cpu"])[0])
-    code = max(code, _timed([*unmask, "evaluate", str(run), "--bound", "--cpu"])[0])
+        code = max(code, _timed([*unmask, "evaluate", str(run), "--bound", "--cpu"])[0])
     kept.mkdir(parents=True, exist_ok=True)
     for file in ("results.jsonl", "bound.json"):
         shutil.copy(run / file, kept / file)
@@ -207,13 +213,12 @@ def _spread(values: Iterable[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["run", "table"])
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of each puzzle (the demo always has ten)")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one thread each")
     options = parser.parse_args()
     if options.action == "run":
-        wanted = [(DEMO, seed) for seed in range(10)]
-        wanted += [(task, seed) for seed in range(options.seeds) for task in TASKS if task != DEMO]
-        wanted += [(name, seed) for seed in range(2) for name in VARIANTS]
+        wanted = [(DEMO, seed) for seed in DEMO_SEEDS]
+        wanted += [(task, seed) for seed in PUZZLE_SEEDS for task in TASKS if task != DEMO]
+        wanted += [(name, seed) for seed in VARIANT_SEEDS for name in VARIANTS]
         with ThreadPoolExecutor(options.jobs) as pool:
             list(pool.map(lambda pair: run_one(*pair), wanted))
     PAGE.write_text(table())

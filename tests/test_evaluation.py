@@ -224,7 +224,7 @@ def test_a_task_with_a_prompt_has_no_distinct_samples():
 
 def learned_model(**options):
     model = small_model(budget=2, **options)
-    return model, Learned(model.selector, model.selection)
+    return model, Learned(model.selector)
 
 
 @pytest.mark.parametrize("selection", ["nonempty", "bernoulli"])
@@ -277,7 +277,7 @@ def test_policies_by_name():
         assert type(policy) is kind
         assert policy.name == name
     assert policy.selector is model.selector
-    assert policy.selection.name == "bernoulli"
+    assert policy.selector.selection.name == "bernoulli"
 
 
 def test_an_unknown_policy_lists_the_known():

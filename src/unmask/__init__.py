@@ -3,7 +3,7 @@
     import unmask
 
     model = unmask.OrderModel.from_pretrained("runs/demo")
-    policy = unmask.policies.Learned(model.selector, model.selection)
+    policy = unmask.policies.Learned(model.selector)
     out = unmask.generate(model.denoiser, prompts, policy=policy, max_steps=2, seed=0)
 
 The names are imported when they are first used: `import unmask` itself does not wait for torch.
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from unmask.tasks import make_task
     from unmask.training.recipe import load_recipe
     from unmask.training.run import train
-    from unmask.variational import enumeration
 
 _HOMES = {
     "OrderModel": "unmask.models.order_model",
@@ -29,12 +28,10 @@ _HOMES = {
     "load_recipe": "unmask.training.recipe",
     "train": "unmask.training.run",
 }
-_MODULES = {"policies": "unmask.decoding.policies", "enumeration": "unmask.variational.enumeration"}
 
 __all__ = [
     "Generation",
     "OrderModel",
-    "enumeration",
     "generate",
     "load_recipe",
     "make_task",
@@ -44,8 +41,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(_MODULES[name])
+    if name == "policies":
+        return import_module("unmask.decoding.policies")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'unmask' has no attribute {name!r}")

@@ -27,7 +27,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing run folder.")]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where a GPU is present.")]
 Run = Annotated[Path, typer.Argument(help="Folder of a finished run.", show_default=False)]
@@ -38,7 +37,7 @@ UsageError: Any = typer.BadParameter.__base__
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; whatever the user can mend is one line on stderr and exit code 2."""
-    sys.path.insert(0, "")  # a task of the user's own, named "module:Class", may lie in the current folder
+    sys.path.append("")  # a task of the user's own, named "module:Class", may lie in the current folder
     try:
         code = app(arguments, prog_name="unmask", standalone_mode=False)
     except UsageError as error:
@@ -62,7 +61,7 @@ def _refuse(message: str) -> None:
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Run folder to write.")] = Path("runs/demo"),
-    seed: Seed = 0,
+    seed: Annotated[int, typer.Option(help="Seed of everything: the puzzle, its examples, training, sampling.")] = 0,
     force: Force = False,
 ) -> None:
     """Learn an order on a small puzzle and compare it: about two minutes on a laptop CPU.
@@ -74,9 +73,10 @@ def demo(
     from unmask.training.run import train as train_run
 
     started = time.perf_counter()
-    recipe = load_recipe("groups", [f"seed={seed}"])
+    recipe = load_recipe("groups", [f"seed={seed}", f"task.seed={seed}"])
     train_run(recipe, out, force=force, cpu=True)
     records = _evaluate_run(out, [], [], None, None, None, cpu=True)
+    _evaluate_bound(out, None, 8, None, cpu=True)
     _write_report([out], out / "report.html")
     cpu_seconds = time.process_time()
     typer.echo(
@@ -158,11 +158,12 @@ def sample(
     ] = None,
     num: Annotated[int, typer.Option(min=1, help="How many sequences.")] = 4,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
-    seed: Seed = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     trace: Annotated[bool, typer.Option("--trace", help="Print every step of the unmasking.")] = False,
 ) -> None:
     """Generate, and show what was written when: every token is coloured by the step that revealed it."""
     import torch
+    from rich.markup import escape
 
     from unmask.decoding.generate import generate
     from unmask.evaluation import policy_named
@@ -175,13 +176,14 @@ def sample(
     budget = steps or (model.selector.budgets[0] if model.selector is not None else 4)
     truth = task.examples(torch.arange(num), "test")
     canvas = torch.where(truth.response, denoiser.mask_token_id, truth.tokens)
-    out = generate(denoiser, canvas, rule, budget, seed=seed, temperature=temperature)
+    out = generate(denoiser, canvas, rule, budget, seed=seed, temperature=temperature, attention=truth.attention)
     valid = task.valid(out.tokens, truth).tolist()
     console = _console()
     console.print("step  " + "  ".join(f"[{_colour(i)}]{i}[/]" for i in range(budget)) + "   [dim]prompt[/]   · mask")
     for row in range(num):
-        words = [task.vocabulary[token] for token in out.tokens[row].tolist()]
-        when = out.reveal_step[row].tolist()
+        kept = out.attention[row]
+        words = [escape(task.vocabulary[token]) for token in out.tokens[row][kept].tolist()]
+        when = out.reveal_step[row][kept].tolist()
         count = int(out.num_steps[row])
         for i in range(count if trace else 0):
             console.print(f"  {i}   " + _line(words, when, until=i))
@@ -315,7 +317,7 @@ def _evaluate_bound(run: Path, examples: int | None, trajectories: int, seed: in
 
 
 def _write_report(runs: list[Path], page: Path) -> None:
-    from unmask.report import order_picture, pictured, read_orders, read_records, write_html
+    from unmask.report import Section, order_picture, pictured, read_bound, read_orders, read_records, write_html
 
     sections = []
     for run in runs:
@@ -324,10 +326,10 @@ def _write_report(runs: list[Path], page: Path) -> None:
         records, orders = read_records(run / "results.jsonl"), read_orders(run / "orders.jsonl")
         if not records:
             raise ValueError(f"{run}/results.jsonl is empty: run `unmask evaluate {run}` first")
-        sections.append((_title(run), _caption(run), records, orders))
+        sections.append(Section(_title(run), _caption(run), records, orders, read_bound(run / "bound.json")))
     write_html(page, sections)
-    for run, (_, _, _, orders) in zip(runs, sections, strict=True):
-        if chosen := pictured(orders):
+    for run, section in zip(runs, sections, strict=True):
+        if chosen := pictured(section.orders):
             order_picture(chosen).savefig(run / "orders.png", dpi=110)
 
 
@@ -347,7 +349,7 @@ def _title(run: Path) -> str:
     if task.min_steps is not None:
         facts.append(f"best possible number of steps {task.min_steps}")
     if task.entropy is not None:
-        facts.append(f"true entropy {task.entropy:.3f} nats a sequence")
+        facts.append(f"true entropy {task.entropy:.3f} nats")
     return f"{task.name}: {', '.join(facts)}"
 
 

@@ -19,6 +19,7 @@ from unmask.decoding.policies import IID, Learned, Margin, Policy, TopProbabilit
 from unmask.models.networks import Denoiser
 from unmask.models.order_model import OrderModel
 from unmask.streams import Purpose, uniforms
+from unmask.suggest import did_you_mean
 from unmask.tasks.diversity import distinct_range, num_distinct
 from unmask.tasks.task import Task
 from unmask.training.objectives import OrderObjective, padding, read_denoiser
@@ -86,9 +87,10 @@ def policy_named(name: str, model: OrderModel) -> Policy:
     if name == Learned.name:
         if model.selector is None:
             raise ValueError("this run has no learned order: train one with an [order] section, or name another policy")
-        return Learned(model.selector, model.selection)
+        return Learned(model.selector)
     if name not in POLICIES:
-        raise ValueError(f"unknown policy {name!r}: choose from {', '.join([*POLICIES, Learned.name])}")
+        names = [*POLICIES, Learned.name]
+        raise ValueError(f"unknown policy {name!r}; {did_you_mean(name, names)}choose from {', '.join(names)}")
     return POLICIES[name]()
 
 
@@ -137,6 +139,7 @@ def evaluate(
         forwards += out.num_forwards
         nothing += int(out.nothing_selected.sum())
         advance(len(ids))
+    seconds = time.perf_counter() - started
     right, step_counts = torch.cat(valid), torch.cat(steps)
     num_valid = int(right.sum())
     low, high = wilson_interval(num_valid, examples)
@@ -162,9 +165,9 @@ def evaluate(
         num_forwards=forwards,
         temperature=temperature,
         eos_policy="none",
-        selector=policy.selection.name if isinstance(policy, Learned) else None,
+        selector=policy.selector.selection.name if isinstance(policy, Learned) else None,
         denoiser=weights_hash(model.denoiser),
-        seconds=round(time.perf_counter() - started, 3),
+        seconds=round(seconds, 3),
         seed=seed,
         device=device_name(device),
         revision=revision(),

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich import box
 from rich.table import Table
@@ -31,14 +31,27 @@ def append_jsonl(path: Path, items: Sequence[Record | Order]) -> None:
             file.write(json.dumps(asdict(item)) + "\n")
 
 
+# What an evaluation was asked to do, as against what came out of it.
+_ASKED = (
+    *("task", "split", "model", "policy", "trained_budget", "budget", "num_examples"),
+    *("temperature", "eos_policy", "selector", "denoiser", "seed"),
+)
+
+
 def read_records(path: Path) -> list[Record]:
     """The records of a results.jsonl; where the same evaluation was run again, the last one stands."""
-    latest = {}
-    for values in _read_jsonl(path, Record):
-        record = Record(**values)
-        same = (record.task, record.split, record.model, record.policy, record.budget, record.temperature, record.seed)
-        latest[same] = record
-    return list(latest.values())
+    records = [Record(**values) for values in _read_jsonl(path, Record)]
+    return list({tuple(getattr(record, field) for field in _ASKED): record for record in records}.values())
+
+
+def read_bound(path: Path) -> BoundReport | None:
+    """What `unmask evaluate --bound` left, if it was run."""
+    if not path.exists():
+        return None
+    try:
+        return BoundReport(**json.loads(path.read_text()))
+    except (ValueError, TypeError):
+        raise ResultsError(f"{path} is damaged or from another version: run `unmask evaluate --bound` again") from None
 
 
 def read_orders(path: Path) -> list[Order]:
@@ -65,15 +78,25 @@ def _read_jsonl(path: Path, kind: type[Any]) -> list[dict[str, Any]]:
 HEADINGS = ["policy", "steps", "range", "valid", "95%", "distinct", "true 99%", "passes", "denoiser"]
 
 
-def columns(record: Record) -> list[str]:
-    """What a table shows of a record, under HEADINGS."""
+def name_of(record: Record, among: Sequence[Record]) -> str:
+    """The rule, and whatever else tells the record apart from the others of its table."""
+    told_apart = [
+        f"{what} {getattr(record, field):g}"
+        for field, what in (("temperature", "temperature"), ("seed", "seed"), ("num_examples", "examples"))
+        if len({getattr(other, field) for other in among}) > 1
+    ]
+    return ", ".join([record.policy, *told_apart])
+
+
+def columns(record: Record, among: Sequence[Record]) -> list[str]:
+    """What a table of the records `among` shows of one of them, under HEADINGS."""
     distinct, true_range = "–", "–"
     if record.distinct is not None:
         distinct = f"{record.distinct}" + ("" if record.diverse else " (!)")
         true_range = f"{record.distinct_low}–{record.distinct_high}"
-    learned = record.trained_budget is not None
+    learned, name = record.trained_budget is not None, name_of(record, among)
     return [
-        f"{record.policy}, T = {record.trained_budget}" if learned else f"{record.policy} @ {record.budget}",
+        f"{name}, T = {record.trained_budget}" if learned else f"{name} @ {record.budget}",
         f"{record.mean_steps:.2f}",
         f"{record.min_steps}–{record.max_steps}",
         f"{record.score:.3f}",
@@ -97,7 +120,7 @@ def table(records: Sequence[Record], title: str, caption: str) -> Table:
         shown.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
     for record in ordered(records):
         style = f"bold {LEARNED_COLOUR}" if record.trained_budget is not None else ""
-        shown.add_row(*columns(record)[:-1], style=style)
+        shown.add_row(*columns(record, records)[:-1], style=style)
     return shown
 
 
@@ -113,28 +136,37 @@ def _table(title: str, caption: str = "") -> Table:
     )
 
 
-def bound_table(bound: BoundReport, task: str) -> Table:
-    shown = _table(f"{task}: held-out bounds in nats a token, {bound.num_examples} sequences")
-    for heading in ("", "value", "standard error"):
-        shown.add_column(heading, justify="left" if not heading else "right")
-    shown.add_row(f"learned order, T = {bound.budget}", f"{bound.order_bound:.4f}", f"{bound.order_bound_se:.4f}")
+def bound_rows(bound: BoundReport) -> list[tuple[str, str, str]]:
+    """Name, value and standard error of everything that a bound is to be compared with, in nats a token."""
+    rows = [(f"learned order, T = {bound.budget}", f"{bound.order_bound:.4f}", f"{bound.order_bound_se:.4f}")]
     for t, (reconstruction, kl) in enumerate(zip(bound.reconstruction, bound.order_kl, strict=True)):
-        shown.add_row(f"  t = {t}: reconstruction, minus order KL", f"{reconstruction:.4f}, {-kl:.4f}", "")
-    shown.add_row(
-        f"plain denoiser, IID order, {bound.budget} steps", f"{bound.mdm_bound:.4f}", f"{bound.mdm_bound_se:.4f}"
-    )
+        rows.append((f"  t = {t}: reconstruction, minus order KL", f"{reconstruction:.4f}, {-kl:.4f}", ""))
+    name = f"plain denoiser, IID order, {bound.budget} steps"
+    rows.append((name, f"{bound.mdm_bound:.4f}", f"{bound.mdm_bound_se:.4f}"))
     if bound.true_log_likelihood is not None:
-        shown.add_row("true log-likelihood of the same sequences", f"{bound.true_log_likelihood:.4f}", "exact")
+        rows.append(("true log-likelihood of the same sequences", f"{bound.true_log_likelihood:.4f}", "exact"))
     if bound.entropy is not None:
-        shown.add_row("minus the true entropy, the limit", f"{-bound.entropy:.4f}", "exact")
+        rows.append(("minus the true entropy, the limit", f"{-bound.entropy:.4f}", "exact"))
+    return rows
+
+
+BOUND_HEADINGS = ["bound, nats a token", "value", "standard error"]
+
+
+def bound_table(bound: BoundReport, task: str) -> Table:
+    shown = _table(f"{task}: held-out bounds, {bound.num_examples} sequences")
+    for heading in BOUND_HEADINGS:
+        shown.add_column(heading, justify="left" if heading == BOUND_HEADINGS[0] else "right")
+    for row in bound_rows(bound):
+        shown.add_row(*row)
     return shown
 
 
 def score_plot(records: Sequence[Record]) -> Figure:
     """Score against mean steps, with 95% intervals."""
     figure, axes = _figure(6.4, 3.6)
-    for policy in sorted({record.policy for record in records}):
-        own = sorted((r for r in records if r.policy == policy), key=lambda r: r.mean_steps)
+    for name in sorted({name_of(record, records) for record in records}):
+        own = sorted((r for r in records if name_of(r, records) == name), key=lambda r: r.mean_steps)
         steps, scores = [r.mean_steps for r in own], [r.score for r in own]
         errors = [[max(0.0, r.score - r.ci_low) for r in own], [max(0.0, r.ci_high - r.score) for r in own]]
         learned = own[0].trained_budget is not None
@@ -142,8 +174,8 @@ def score_plot(records: Sequence[Record]) -> Figure:
             steps,
             scores,
             yerr=errors,
-            label=policy,
-            color=LEARNED_COLOUR if learned else COLOURS.get(policy, "#7c3aed"),
+            label=name,
+            color=LEARNED_COLOUR if learned else COLOURS.get(own[0].policy, "#7c3aed"),
             marker="*" if learned else "o",
             markersize=14 if learned else 5,
             linestyle="none" if learned else "-",
@@ -198,28 +230,55 @@ def _figure(width: float, height: float, columns: int = 1) -> tuple[Figure, Any]
     return figure, figure.subplots(1, columns)
 
 
-def write_html(path: Path, sections: Sequence[tuple[str, str, list[Record], list[Order]]]) -> None:
-    """One self-contained page; a section is (title, caption, records, orders)."""
-    body = "".join(_section(*section) for section in sections)
-    path.write_text(_PAGE.replace("{body}", body))
+class Section(NamedTuple):
+    """The part of a page that tells of one run."""
+
+    title: str
+    caption: str
+    records: list[Record]
+    orders: list[Order]
+    bound: BoundReport | None = None
 
 
-def _section(title: str, caption: str, records: list[Record], orders: list[Order]) -> str:
-    heads = "".join(f"<th>{html.escape(heading)}</th>" for heading in HEADINGS)
-    rows = ""
-    for record in ordered(records):
-        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in columns(record))
-        rows += f"<tr{' class=learned' if record.trained_budget is not None else ''}>{cells}</tr>"
-    pictures = f"<figure>{_svg(score_plot(records))}<figcaption>Score against steps.</figcaption></figure>"
-    if chosen := pictured(orders):
-        pictures += (
-            f"<figure>{_svg(order_picture(chosen))}<figcaption>Which position is revealed when: a row is a sequence, a "
-            "column a position, positions that belong together side by side.</figcaption></figure>"
+def write_html(path: Path, sections: Sequence[Section]) -> None:
+    """One self-contained page.  A file that is not such a page is never overwritten."""
+    if path.exists() and not path.read_text(errors="replace").startswith(_PAGE[: _PAGE.index("<style>")]):
+        raise ResultsError(f"{path} exists and is no report of unmask: give another --out")
+    path.write_text(_PAGE.replace("{body}", "".join(_section(section) for section in sections)))
+
+
+def _section(section: Section) -> str:
+    records = ordered(section.records)
+    pictures = _picture(score_plot(records), "Score against steps, with 95% intervals.")
+    if chosen := pictured(section.orders):
+        pictures += _picture(
+            order_picture(chosen),
+            "Which position is revealed when: a row is a sequence, a column a position, positions that belong together "
+            "side by side.",
         )
-    return (
-        f"<section><h2>{html.escape(title)}</h2><p>{html.escape(caption)}</p>{pictures}"
-        f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></section>"
+    tables = _html_table(
+        HEADINGS,
+        [columns(record, records) for record in records],
+        [record.trained_budget is not None for record in records],
     )
+    if section.bound is not None:
+        rows = [list(row) for row in bound_rows(section.bound)]
+        tables += _html_table(BOUND_HEADINGS, rows, [row is rows[0] for row in rows])
+    title, caption = html.escape(section.title), html.escape(section.caption)
+    return f"<section><h2>{title}</h2><p>{caption}</p>{pictures}{tables}</section>"
+
+
+def _picture(figure: Figure, caption: str) -> str:
+    return f"<figure>{_svg(figure)}<figcaption>{html.escape(caption)}</figcaption></figure>"
+
+
+def _html_table(headings: list[str], rows: list[list[str]], learned: list[bool]) -> str:
+    heads = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
+    body = ""
+    for row, marked in zip(rows, learned, strict=True):
+        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+        body += f"<tr{' class=learned' if marked else ''}>{cells}</tr>"
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def pictured(orders: Sequence[Order]) -> list[Order]:
@@ -246,7 +305,7 @@ _PAGE = """<!doctype html>
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.4rem } h2 { font-size: 1.15rem; margin-top: 2.5rem }
 figure { margin: 1rem 0 } figure svg { max-width: 100%; height: auto } figcaption { color: #6b7280; font-size: .85rem }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem }
+table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; font-size: .9rem }
 th, td { text-align: right; padding: .25rem .7rem; border-bottom: 1px solid #e5e7eb }
 th:first-child, td:first-child { text-align: left } .learned td { font-weight: 600; color: #c2410c }
 </style></head><body><h1>unmask report</h1>{body}</body></html>

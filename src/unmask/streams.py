@@ -21,12 +21,13 @@ from torch import Tensor
 class Purpose(IntEnum):
     """The first word of every stream: two purposes never share a draw, even where all their other words agree."""
 
-    DATA = 1  # which example a batch slot holds, and what a generated example contains
+    DATA = 1  # what a generated example contains
     TIME = 2  # the times t of a batch
     MASKING = 3  # which positions the plain denoising objective masks
     TRAJECTORY = 4  # reveals under the posterior Q
     REVEAL = 5  # reveals at generation
     TOKEN = 6  # tokens at generation
+    EXAMPLE = 7  # which example a batch slot holds
 
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -49,21 +50,32 @@ def _mix(h: Tensor) -> Tensor:
     return h ^ _shift_right(h, 31)
 
 
-def uniforms(seed: int, *words: int | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform numbers in [0, 1), one for each element of the broadcast shape of `words` (integers or int64 tensors).
-
-    float32 gets the top 24 bits and float64 the top 53 of the same hash, so both dtypes see the same draws up to
-    rounding and neither can round to 1.0 (`u < 1` must always hold: the arg-max of Q is revealed with certainty).
-    """
+def _hash(seed: int, *words: int | Tensor) -> Tensor:
+    """h of the formula above, in the broadcast shape of the words."""
     device = next((word.device for word in words if isinstance(word, Tensor)), torch.device("cpu"))
     h = _mix(torch.tensor(_signed(seed), dtype=torch.int64, device=device))
     for j, word in enumerate(words, start=1):
         if not isinstance(word, Tensor):
             word = torch.tensor(_signed(int(word)), dtype=torch.int64, device=device)
         h = _mix(h ^ _mix(word + _signed(j * _GOLDEN)))
+    return h
+
+
+def uniforms(seed: int, *words: int | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uniform numbers in [0, 1), one for each element of the broadcast shape of `words` (integers or int64 tensors).
+
+    float32 gets the top 24 bits and float64 the top 53 of the same hash, so both dtypes see the same draws up to
+    rounding and neither can round to 1.0 (`u < 1` must always hold: the arg-max of Q is revealed with certainty).
+    """
+    h = _hash(seed, *words)
     if dtype == torch.float64:
         return _shift_right(h, 11).to(dtype) * 2.0**-53
     return _shift_right(h, 40).to(torch.float32) * 2.0**-24
+
+
+def integers(seed: int, *words: int | Tensor) -> Tensor:
+    """Integers in [0, 2^62), as `uniforms`."""
+    return _shift_right(_hash(seed, *words), 2)
 
 
 def stratified(seed: int, *words: int, slots: Tensor, total: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser, Selector, SelectorConfig
+from unmask.variational.selection import NonEmpty, Selection
 
 V = 11
 MASK = V
@@ -24,10 +25,11 @@ def small_denoiser(seed: int = 0) -> Denoiser:
     return denoiser
 
 
-def small_selector(budgets: tuple[int, ...], seed: int = 1) -> Selector:
+def small_selector(budgets: tuple[int, ...], selection: Selection | None = None, seed: int = 1) -> Selector:
     """Every weight is random, the last layer's too: at zero it would be the IID rule whatever it reads."""
     torch.manual_seed(seed)
-    selector = Selector(SelectorConfig(width=8, layers=1, heads=2, budgets=budgets), denoiser_width=16).double()
+    config = SelectorConfig(width=8, layers=1, heads=2, budgets=budgets)
+    selector = Selector(config, denoiser_width=16, selection=selection).double()
     for parameter in selector.requires_grad_(False).parameters():
         parameter.normal_(std=0.6)
     return selector
@@ -80,6 +82,7 @@ class TabularSelector:
     """psi [T, (V+1)^N, N]: a logit for every time, partly written sequence and position."""
 
     psi: Tensor
+    selection: Selection = NonEmpty()
 
     @property
     def budgets(self) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ POLICIES = {
     "iid": IID(),
     "top-prob": TopProbability(),
     "margin": Margin(),
-    "learned-nonempty": Learned(SELECTOR, NonEmpty()),
-    "learned-bernoulli": Learned(SELECTOR, Bernoulli()),
+    "learned-nonempty": Learned(small_selector(BUDGETS, NonEmpty())),
+    "learned-bernoulli": Learned(small_selector(BUDGETS, Bernoulli())),
 }
 RANDOM = ("iid", "learned-nonempty", "learned-bernoulli")
 

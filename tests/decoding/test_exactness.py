@@ -144,8 +144,8 @@ def assert_drawn_from(law, counts):
     ("policy", "reveal_law"),
     [
         pytest.param(IID(), iid_law, id="iid"),
-        pytest.param(Learned(TabularSelector(PSI), NonEmpty()), nonempty_law, id="nonempty"),
-        pytest.param(Learned(TabularSelector(PSI), Bernoulli()), bernoulli_law, id="bernoulli"),
+        pytest.param(Learned(TabularSelector(PSI, NonEmpty())), nonempty_law, id="nonempty"),
+        pytest.param(Learned(TabularSelector(PSI, Bernoulli())), bernoulli_law, id="bernoulli"),
     ],
 )
 def test_tokens_and_steps_follow_the_enumerated_law(prompt, policy, reveal_law):
@@ -162,7 +162,7 @@ def test_tokens_and_steps_follow_the_enumerated_law(prompt, policy, reveal_law):
 def test_learned_nonempty_is_the_model_of_the_bound(prompt):
     """generate() draws from the same P that the bound is a bound of: tokens, steps, and how many of them."""
     chain, states = generative_chain(MODEL, N, T, torch.tensor(prompt))
-    out = draw(prompt, Learned(TabularSelector(PSI), MODEL.selection))
+    out = draw(prompt, Learned(TabularSelector(PSI, MODEL.selection)))
     law = dict(zip(map(tuple, states.tolist()), chain.probabilities[0].tolist(), strict=True))
     assert_drawn_from(law, Counter(map(tuple, out.tokens.tolist())))
 
@@ -195,11 +195,11 @@ def test_a_selector_that_never_selects_falls_back_at_every_step_but_the_last():
     logits = torch.tensor([-60.0, -40.0, -90.0, -50.0, -70.0, -80.0], dtype=torch.float64)
     psi = logits.expand(budget, (V + 1) ** length, length)
     prompts = torch.full((5, length), MASK)
-    out = generate(TabularDenoiser(theta), prompts, Learned(TabularSelector(psi), Bernoulli()), budget)
+    out = generate(TabularDenoiser(theta), prompts, Learned(TabularSelector(psi, Bernoulli())), budget)
     assert out.nothing_selected.tolist() == [budget - 1] * 5
     assert out.num_steps.tolist() == [budget] * 5
     assert out.reveal_step.tolist() == [[2, 0, 3, 1, 3, 3]] * 5
-    nonempty = generate(TabularDenoiser(theta), prompts, Learned(TabularSelector(psi), NonEmpty()), budget)
+    nonempty = generate(TabularDenoiser(theta), prompts, Learned(TabularSelector(psi, NonEmpty())), budget)
     assert nonempty.nothing_selected.tolist() == [0] * 5
     assert nonempty.num_steps.tolist() == [budget] * 5
 
@@ -209,7 +209,7 @@ def test_nothing_is_counted_after_a_sequence_is_done():
     theta = torch.zeros((V + 1) ** 2, 2, V, dtype=torch.float64)
     psi = torch.full((4, (V + 1) ** 2, 2), -50.0, dtype=torch.float64)
     out = generate(
-        TabularDenoiser(theta), torch.full((2, 2), MASK), Learned(TabularSelector(psi), Bernoulli()), max_steps=4
+        TabularDenoiser(theta), torch.full((2, 2), MASK), Learned(TabularSelector(psi, Bernoulli())), max_steps=4
     )
     assert out.nothing_selected.tolist() == [2, 2]
     assert out.num_steps.tolist() == [2, 2]

@@ -130,8 +130,8 @@ def test_top_probability_and_margin_differ():
 class LookUp:
     """A selector whose logits are given; keeps what it was asked."""
 
-    def __init__(self, logits, budgets):
-        self.logits, self.budgets = logits, budgets
+    def __init__(self, logits, budgets, selection=None):
+        self.logits, self.budgets, self.selection = logits, budgets, selection or NonEmpty()
 
     def __call__(self, hidden, confidences, masked, t, budget, attention):
         self.asked = {
@@ -182,8 +182,8 @@ def test_learned_bernoulli(i, S, shift):
     """Independent; where none is selected, the most probable one, leftmost of equals, and it is counted."""
     step, _ = random_step(i, S, rows=200)
     logits = selector_logits(step, shift)
-    decision = Learned(LookUp(logits, (S,)), Bernoulli()).decide(step)
-    chosen = revealed(Learned(LookUp(logits, (S,)), Bernoulli()), step)
+    decision = Learned(LookUp(logits, (S,), Bernoulli())).decide(step)
+    chosen = revealed(Learned(LookUp(logits, (S,), Bernoulli())), step)
     fell_back = 0
     for row in range(len(chosen)):
         u, masked = step.uniforms()[row].tolist(), positions(step.masked[row].tolist())
@@ -213,7 +213,7 @@ def test_what_the_selector_is_asked(i, S):
 
 
 def test_the_default_form_is_nonempty():
-    assert isinstance(Learned(LookUp(None, (3,))).selection, NonEmpty)
+    assert isinstance(small_selector((3,)).selection, NonEmpty)
 
 
 def test_names_are_distinct():

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.variational.tiny import tiny
-from unmask.variational import posterior
 from unmask.variational.elbo import bound_terms
 from unmask.variational.enumeration import enumerate_trajectories, exact_bound
 from unmask.variational.estimators import (
@@ -64,7 +63,7 @@ def constant_moving_average():
     """A moving average that has seen other updates: any constant is a fair baseline."""
     baseline = MovingAverage(BUDGET)
     baseline(torch.tensor([[-3.0], [-1.0], [-7.0]], dtype=torch.float64), torch.arange(3))
-    baseline._update = lambda values, t: None
+    baseline.fold()
     return baseline
 
 
@@ -180,8 +179,9 @@ def test_moving_average_follows_each_time_by_itself():
     baseline = MovingAverage(budget=3, decay=0.5)
     t = torch.tensor([0, 2, 2])
     values = torch.tensor([[-1.0, -3.0], [-4.0, -4.0], [-6.0, -6.0]])
-    assert (baseline(values, t) == 0).all()  # nothing seen yet
-    assert baseline(values, t)[:, 0].tolist() == [-2.0, -5.0, -5.0]
-    baseline(2 * values, t)
+    for micro in range(3):  # nothing seen yet, however the update is cut into micro-batches
+        assert (baseline(values[micro : micro + 1], t[micro : micro + 1]) == 0).all()
+    baseline.fold()
+    assert baseline(2 * values, t)[:, 0].tolist() == [-2.0, -5.0, -5.0]
+    baseline.fold()
     assert baseline(values, t)[:, 0].tolist() == [-3.0, -7.5, -7.5]
-    assert posterior.sample_times(torch.tensor([0.99]), 3).item() == 2

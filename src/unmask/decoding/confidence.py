@@ -28,6 +28,13 @@ def log_probabilities(logits: Tensor) -> Tensor:
     return logits.log_softmax(-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
 
 
+def spread(values: Tensor, at: Tensor) -> Tensor:
+    """Values [M, ...] put back to the M True places of `at`, 0 elsewhere; differentiable."""
+    where = at.view(*at.shape, *(1 for _ in values.shape[1:]))
+    canvas = torch.zeros((*at.shape, *values.shape[1:]), dtype=values.dtype, device=values.device)
+    return canvas.masked_scatter(where, values)
+
+
 def confidence(log_p: Tensor) -> Confidence:
     """The three confidences [...] of log-probabilities [..., V]."""
     p = log_p.exp()
@@ -38,5 +45,6 @@ def confidence(log_p: Tensor) -> Confidence:
     return Confidence(
         log_top=-torch.log1p(others / top[..., 0]),
         margin=top[..., 0] - second,
-        entropy=torch.special.entr(p).sum(-1),
+        # p log p, not entr(p): at p = 0 the gradient of entr is infinite, and times 0 that is NaN.
+        entropy=-(p * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1),
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unmask import streams
-from unmask.decoding.confidence import Confidence, confidence, log_probabilities
+from unmask.decoding.confidence import Confidence, confidence, log_probabilities, spread
 from unmask.decoding.policies import Policy, Step
 
 
@@ -99,7 +99,7 @@ def generate(
         if i == max_steps - 1:
             reveal = at
         else:
-            said = Confidence(*(_spread(value, at) for value in confidence(log_p)))
+            said = Confidence(*(spread(value, at) for value in confidence(log_p)))
             step = Step(
                 index=i,
                 max_steps=max_steps,
@@ -115,7 +115,7 @@ def generate(
             if decision.nothing_selected is not None:
                 nothing_selected[rows] += decision.nothing_selected
 
-        tokens[rows] = torch.where(reveal, _spread(proposal, at), tokens[rows])
+        tokens[rows] = torch.where(reveal, spread(proposal, at), tokens[rows])
         reveal_step[rows] = torch.where(reveal, i, reveal_step[rows])
         masked[rows] = at & ~reveal
         num_steps[rows] += 1
@@ -164,8 +164,3 @@ def _reveal_uniforms(seed: int, step: int, ids: Tensor, position: Tensor) -> Ten
     """[b, L + 1]: one draw a position, and under the position -1 one for the whole sequence."""
     words = torch.cat([position, torch.full_like(position[:, :1], -1)], dim=-1)
     return streams.uniforms(seed, streams.Purpose.REVEAL, step, ids, words, dtype=torch.float64)
-
-
-def _spread(values: Tensor, at: Tensor) -> Tensor:
-    """[b, L] from the values [M] of its masked positions; 0 elsewhere."""
-    return torch.zeros(at.shape, dtype=values.dtype, device=values.device).masked_scatter_(at, values)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unmask.decoding.confidence import Confidence
 from unmask.decoding.schedules import reveal_count
-from unmask.variational.selection import NonEmpty, Selection
+from unmask.variational.selection import Selection
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ class Margin:
 class SelectorNetwork(Protocol):
     """Logits s [b, L] from (hidden, confidences, masked, t [b], budget, attention)."""
 
+    selection: Selection  # its form
+
     @property
     def budgets(self) -> tuple[int, ...]: ...
 
@@ -121,9 +123,8 @@ class Learned:
 
     name = "learned"
 
-    def __init__(self, selector: SelectorNetwork, selection: Selection | None = None) -> None:
+    def __init__(self, selector: SelectorNetwork) -> None:
         self.selector = selector
-        self.selection = selection or NonEmpty()
 
     def check(self, max_steps: int) -> None:
         if max_steps not in self.selector.budgets:
@@ -136,7 +137,7 @@ class Learned:
         logits = self.selector(step.hidden, features, step.masked, t, step.max_steps, step.attention)
         if not torch.isfinite(logits[step.masked]).all():
             raise ValueError(f"the selector's logits are not finite at step {step.index}")
-        reveal = self.selection.sample(logits, step.masked, step.uniforms())
+        reveal = self.selector.selection.sample(logits, step.masked, step.uniforms())
         empty = ~reveal.any(-1)
         fallback = highest(logits, step.masked, torch.ones_like(t))
         return Decision(torch.where(empty[:, None], fallback, reveal), nothing_selected=empty)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from unmask.models.backbone import Backbone, BackboneConfig, Block, place, rotary_angles, small_init
 from unmask.variational.posterior import full_precision
+from unmask.variational.selection import NonEmpty, Selection
 
 
 class Denoiser(nn.Module):
@@ -78,9 +80,10 @@ class Selector(nn.Module):
     TIME_FEATURES = 4
     CONFIDENCES = 3  # top probability, margin, entropy
 
-    def __init__(self, config: SelectorConfig, denoiser_width: int) -> None:
+    def __init__(self, config: SelectorConfig, denoiser_width: int, selection: Selection | None = None) -> None:
         super().__init__()
         self.config = config
+        self.selection = selection or NonEmpty()
         D = config.width
         shape = BackboneConfig(width=D, layers=config.layers, heads=config.heads, intermediate=2 * D)
         self.shape = shape
@@ -124,8 +127,7 @@ class Selector(nn.Module):
         rotary = rotary_angles(positions, self.shape.width // self.shape.heads, self.shape.rope_theta)
         for block in self.blocks:
             x = block(x, rotary, attend)
-        logits = full_precision(self.out(self.norm(x))[..., 0])
-        return logits - t.log()[:, None]
+        return _in_full_precision(self.out, self.norm(x)) - t.log()[:, None]
 
 
 class OrderScorer(nn.Module):
@@ -144,4 +146,13 @@ class OrderScorer(nn.Module):
 
     def forward(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
         """Scores [B, L] in float32 at least."""
-        return torch.sigmoid(full_precision(self.out(self.backbone(tokens, attention))[..., 0]))
+        return torch.sigmoid(_in_full_precision(self.out, self.backbone(tokens, attention)))
+
+
+def _in_full_precision(layer: nn.Linear, x: Tensor) -> Tensor:
+    """One number a position [B, L] in float32 at least, autocast or not.
+
+    A score rounded to bfloat16 has eight bits: neighbours would tie, and tied positions are revealed together.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        return linear(full_precision(x), full_precision(layer.weight), full_precision(layer.bias))[..., 0]

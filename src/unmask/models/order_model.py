@@ -54,7 +54,7 @@ class OrderModel(nn.Module):
         self.config = config
         self.tokenizer = tokenizer
         self.denoiser = Denoiser(config.denoiser, config.vocab_size, config.tied_head)
-        self.selector = Selector(config.selector, config.denoiser.width) if config.selector else None
+        self.selector = Selector(config.selector, config.denoiser.width, self.selection) if config.selector else None
         self.scorer = OrderScorer(config.scorer, config.vocab_size) if config.scorer else None
 
     @property

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from unmask.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from unmask.tasks.task import Task
@@ -27,7 +27,10 @@ def task_class(name: str) -> type[Any]:
     `name` is one of TASKS, or "module:Class" for a task of your own that Python can import.
     """
     if name not in TASKS and ":" not in name:
-        raise ValueError(f"unknown task {name!r}; {_choices(name, TASKS)}, or give your own as 'module:Class'")
+        nearest = did_you_mean(name, TASKS)
+        raise ValueError(
+            f"unknown task {name!r}; {nearest}choose from {', '.join(TASKS)}, or give your own 'module:Class'"
+        )
     module, _, cls = TASKS.get(name, name).partition(":")
     try:
         found = getattr(importlib.import_module(module), cls)
@@ -44,14 +47,10 @@ def make_task(name: str, **options: int | bool | str) -> Task:
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     for option, value in options.items():
         if option not in defaults:
-            raise ValueError(f"task {name} has no option {option!r}; {_choices(option, defaults)}")
+            nearest = did_you_mean(option, defaults)
+            raise ValueError(f"task {name} has no option {option!r}; {nearest}choose from {', '.join(defaults)}")
         # Exact types: True is an instance of int, but never meant as one.
         if type(value) is not type(defaults[option]):
             kind = type(defaults[option]).__name__
             raise ValueError(f"task {name}: option {option} must be of type {kind}, not {type(value).__name__}")
     return cls(**options)
-
-
-def _choices(wrong: str, right: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(wrong, right, n=1, cutoff=0.5)
-    return "".join(f"did you mean {name!r}? " for name in nearest) + f"choose from {', '.join(right)}"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from unmask.tasks.task import Task
 
-_FIRST_ID = 2**40  # far from the ids that training and evaluation use
+_FIRST_ID = 2**40  # evaluation counts test examples from 0
 _CHUNK = 2**16  # examples made at a time, to bound memory
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio, odd, as int64
 

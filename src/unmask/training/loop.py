@@ -19,17 +19,16 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from unmask.streams import Purpose, stratified
+from unmask.streams import Purpose, integers, stratified
 from unmask.training.recipe import Optimisation
 
 if TYPE_CHECKING:
     from unmask.tasks.task import Task
 
 Rates = dict[str, tuple[nn.Module, float]]  # a network by name: its module and its learning rate
-STAGE_IDS = 2**40  # each stage draws its examples from its own range of ids
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(ValueError):
     """The loss or a gradient was not finite; the weights are those of the last good update."""
 
 
@@ -62,6 +61,7 @@ def run_stage(
     seed: int,
     accelerator: Accelerator,
     metrics: Metrics,
+    after_update: Callable[[], None] = lambda: None,
 ) -> None:
     """Minimise `objective` for `stage.updates` updates.
 
@@ -92,6 +92,7 @@ def run_stage(
             optimizer.step()
             schedule.step()
             optimizer.zero_grad(set_to_none=True)
+            after_update()
             if average is not None:
                 average.update_parameters(objective)
             advance(recorded)
@@ -124,7 +125,7 @@ def _backward(
     mine = torch.arange(accelerator.process_index, stage.batch, accelerator.num_processes)
     for micro in range(stage.accumulate):
         slots = mine[micro :: stage.accumulate]
-        ids = index * STAGE_IDS + update * stage.batch + slots
+        ids = integers(seed, Purpose.EXAMPLE, index, update * stage.batch + slots)
         examples = task.examples(ids, "train").to(accelerator.device)
         if not examples.response.any(-1).all():
             empty = int(ids[~examples.response.any(-1).cpu()][0])

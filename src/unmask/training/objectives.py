@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unmask.decoding.confidence import confidence, log_probabilities
+from unmask.decoding.confidence import confidence, log_probabilities, spread
 from unmask.models.networks import Denoiser
 from unmask.models.order_model import OrderModel
 from unmask.streams import Purpose, uniforms
@@ -40,13 +40,6 @@ def read_denoiser(denoiser: Denoiser, tokens: Tensor, masked: Tensor, attention:
     log_p = log_probabilities(denoiser.logits(hidden[masked]))
     log_mu = log_p.gather(-1, tokens[masked][:, None])[:, 0]
     return Reading(hidden, log_p, spread(log_mu, masked))
-
-
-def spread(values: Tensor, at: Tensor) -> Tensor:
-    """Values [M, ...] back to the True places of `at`, 0 elsewhere; differentiable."""
-    shape = (*at.shape, *values.shape[1:])
-    mask = at.view(*at.shape, *(1 for _ in values.shape[1:]))
-    return torch.zeros(shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
 
 class DenoiseObjective(nn.Module):

@@ -11,14 +11,15 @@ seed, init        top-level values
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import tomllib
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from unmask.suggest import did_you_mean
 
 
 class RecipeError(ValueError):
@@ -60,7 +61,7 @@ class ModelRecipe:
     max_length: int = 0  # 0: the task's length
     qk_norm: bool = False
     tied_head: bool = False
-    absolute_positions: bool = True
+    absolute_positions: bool = False  # a learned vector a position; tasks without a prompt need it
     selector: SelectorRecipe = field(default_factory=SelectorRecipe)
     scorer: ScorerRecipe = field(default_factory=ScorerRecipe)
 
@@ -166,7 +167,7 @@ class Recipe:
     evaluate: EvaluateRecipe = field(default_factory=EvaluateRecipe)
     seed: int = 0
     init: str = ""  # a run folder whose denoiser to start from
-    precision: Literal["no", "bf16", "fp16"] = "no"  # autocast
+    precision: Literal["no", "bf16"] = "no"  # autocast
     compile: bool = False  # torch.compile, on CUDA
     threads: int = 0  # CPU threads; 0: torch's default; tiny models are fastest with 1
 
@@ -207,7 +208,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if not path.is_file():
         known = sorted(recipe.stem for recipe in recipe_folder().glob("*.toml"))
         raise RecipeError(
-            f"no recipe {str(name)!r}; {_nearest(str(name), known)}give a file or one of {', '.join(known)}"
+            f"no recipe {str(name)!r}; {did_you_mean(str(name), known)}give a file or one of {', '.join(known)}"
         )
     try:
         values = tomllib.loads(path.read_text())
@@ -243,7 +244,9 @@ def _build(cls: type[Any], values: Any, where: str) -> Any:
     hints = get_type_hints(cls)
     for key in values:
         if key not in hints:
-            raise RecipeError(f"{where}: unknown key {key!r}; {_nearest(key, hints)}known keys are {', '.join(hints)}")
+            raise RecipeError(
+                f"{where}: unknown key {key!r}; {did_you_mean(key, hints)}known keys are {', '.join(hints)}"
+            )
     required = [f.name for f in dataclasses.fields(cls) if _is_required(f)]
     for name in required:
         if name not in values:
@@ -267,7 +270,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         choices = get_args(hint)
         if value not in choices:
             raise RecipeError(
-                f"{where} = {value!r} is unknown; {_nearest(str(value), choices)}choose from {', '.join(choices)}"
+                f"{where} = {value!r} is unknown; {did_you_mean(str(value), choices)}choose from {', '.join(choices)}"
             )
         return value
     if get_origin(hint) is tuple:
@@ -300,11 +303,6 @@ def _join(where: str, key: str) -> str:
 
 def _is_required(f: dataclasses.Field[Any]) -> bool:
     return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-
-
-def _nearest(wrong: str, right: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(wrong, list(right), n=1, cutoff=0.5)
-    return f"did you mean {nearest[0]!r}? " if nearest else ""
 
 
 def _at_least(recipe: Any, low: int, *names: str) -> None:

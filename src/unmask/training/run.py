@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,12 +22,15 @@ from torch import nn
 from unmask.models.backbone import SIZES, Backbone, BackboneConfig
 from unmask.models.networks import Selector, SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
+from unmask.suggest import did_you_mean
 from unmask.tasks import make_task
 from unmask.tasks.task import Task
 from unmask.training.loop import Metrics, NonFiniteError, Rates, run_stage
 from unmask.training.objectives import DenoiseObjective, OrderObjective
 from unmask.training.recipe import DenoiseRecipe, ModelRecipe, Optimisation, OrderRecipe, Recipe, RecipeError
 from unmask.variational.estimators import Baseline, LeaveOneOut, MovingAverage, NoBaseline
+
+Hook = Callable[[], None]
 
 
 class RunFolderError(ValueError):
@@ -49,21 +53,34 @@ def train(recipe: Recipe, out: Path, *, force: bool = False, cpu: bool = False) 
     _place(model, recipe, accelerator)
 
     def stage(
-        name: str, index: int, objective: nn.Module, rates: Rates, how: Optimisation, trained: OrderModel
+        name: str, index: int, objective: nn.Module, rates: Rates, how: Optimisation, trained: OrderModel, **hooks: Hook
     ) -> None:
+        """`index` names the stage's stream of examples and times: no two stages see the same ones."""
         try:
-            run_stage(name, index, objective, rates, how, task, recipe.seed, accelerator, metrics)
+            run_stage(name, index, objective, rates, how, task, recipe.seed, accelerator, metrics, **hooks)
         except NonFiniteError as error:
             trained.save_pretrained(out / "last-good")
-            raise RunFolderError(f"{error}; the last good state is in {out / 'last-good'}") from None
+            raise NonFiniteError(f"{error}; the last good state is in {out / 'last-good'}") from None
 
     if recipe.denoise:
         rates: Rates = {"denoiser": (model.denoiser, recipe.denoise.learning_rate)}
-        stage("denoise", 0, DenoiseObjective(model.denoiser, recipe.seed), rates, recipe.denoise, model)
+        index = 3 if recipe.init else 0  # the run that `init` names may have seen the examples of stage 0
+        stage("denoise", index, DenoiseObjective(model.denoiser, recipe.seed), rates, recipe.denoise, model)
     if recipe.order:
         before = _place(_copy_denoiser(model), recipe, accelerator)
         before.save_pretrained(out / "denoiser")
-        stage("order", 1, _order_objective(model, recipe), _order_rates(model, recipe.order), recipe.order, model)
+        baseline = _baseline(recipe.order)
+        hooks: dict[str, Hook] = {"after_update": baseline.fold} if isinstance(baseline, MovingAverage) else {}
+        objective = OrderObjective(
+            model,
+            recipe.order.budget,
+            recipe.order.trajectories,
+            baseline,
+            recipe.seed,
+            learn_denoiser=recipe.order.denoiser_rate > 0,
+            attach_selector=recipe.order.attach_selector,
+        )
+        stage("order", 1, objective, _order_rates(model, recipe.order), recipe.order, model, **hooks)
         if recipe.order.denoiser_rate > 0:
             plain = continued(recipe)
             rates = {"denoiser": (before.denoiser, plain.learning_rate)}
@@ -175,14 +192,12 @@ def _copy_denoiser(model: OrderModel) -> OrderModel:
 
 def _shape(model: ModelRecipe, task: Task) -> BackboneConfig:
     if model.size and model.size not in SIZES:
-        raise RecipeError(f"model.size = {model.size!r} is unknown; choose from {', '.join(SIZES)}")
-    chosen = SIZES.get(model.size, model)
+        nearest = did_you_mean(model.size, SIZES)
+        raise RecipeError(f"model.size = {model.size!r} is unknown; {nearest}choose from {', '.join(SIZES)}")
     try:
-        return BackboneConfig(
-            width=chosen.width,
-            layers=chosen.layers,
-            heads=chosen.heads,
-            intermediate=chosen.intermediate,
+        shape = SIZES.get(model.size) or BackboneConfig(model.width, model.layers, model.heads, model.intermediate)
+        return dataclasses.replace(
+            shape,
             max_length=model.max_length or task.length,
             qk_norm=model.qk_norm,
             absolute_positions=model.absolute_positions,
@@ -225,20 +240,6 @@ def _baseline(order: OrderRecipe) -> Baseline:
     if order.baseline == "moving-average":
         return MovingAverage(order.budget)
     return NoBaseline() if order.baseline == "none" else LeaveOneOut()
-
-
-def _order_objective(model: OrderModel, recipe: Recipe) -> OrderObjective:
-    assert recipe.order is not None
-    order = recipe.order
-    return OrderObjective(
-        model,
-        order.budget,
-        order.trajectories,
-        _baseline(order),
-        recipe.seed,
-        learn_denoiser=order.denoiser_rate > 0,
-        attach_selector=order.attach_selector,
-    )
 
 
 def _order_rates(model: OrderModel, order: OrderRecipe) -> Rates:

@@ -47,7 +47,10 @@ class NoBaseline:
 
 
 class MovingAverage:
-    """b = an exponential moving average of F at the same t over the updates before this one."""
+    """b = an exponential moving average of F at the same t over the updates before this one.
+
+    Call `fold` after every update: until then its micro-batches all see the same baseline.
+    """
 
     min_trajectories = 1
 
@@ -55,20 +58,24 @@ class MovingAverage:
         self.decay = decay
         self.mean = torch.zeros(budget, dtype=torch.float64)  # [T]
         self.seen = torch.zeros(budget, dtype=torch.bool)  # [T]
+        self._clear()
 
     def __call__(self, values: Tensor, t: Tensor) -> Tensor:
-        self.mean, self.seen = self.mean.to(values.device), self.seen.to(values.device)
-        baseline = self.mean[t].to(values.dtype)[:, None].expand_as(values).clone()
-        self._update(values.detach().mean(-1).double(), t)
-        return baseline
+        means, t_cpu = values.detach().mean(-1).double().cpu(), t.cpu()
+        self._sum.index_add_(0, t_cpu, means)
+        self._count.index_add_(0, t_cpu, torch.ones_like(means))
+        return self.mean.to(values)[t][:, None].expand_as(values)
 
-    def _update(self, values: Tensor, t: Tensor) -> None:
-        """Fold the batch mean of each t that occurs into its average; the first one seen starts it."""
-        count = torch.zeros_like(self.mean).index_add_(0, t, torch.ones_like(values))
-        batch_mean = torch.zeros_like(self.mean).index_add_(0, t, values) / count.clamp(min=1)
-        blended = torch.where(self.seen, self.decay * self.mean + (1 - self.decay) * batch_mean, batch_mean)
-        self.mean = torch.where(count > 0, blended, self.mean)
-        self.seen = self.seen | (count > 0)
+    def fold(self) -> None:
+        """Fold the update's mean at each t that occurred into its average; the first one seen starts it."""
+        update_mean = self._sum / self._count.clamp(min=1)
+        blended = torch.where(self.seen, self.decay * self.mean + (1 - self.decay) * update_mean, update_mean)
+        self.mean = torch.where(self._count > 0, blended, self.mean)
+        self.seen = self.seen | (self._count > 0)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._sum, self._count = torch.zeros_like(self.mean), torch.zeros_like(self.mean)
 
 
 class BoundEstimate(NamedTuple):
