@@ -5,7 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 help:
-	@echo "make demo   learn a generation order on a small puzzle and compare it (about two minutes on a laptop)"
+	@echo "make demo   learn a generation order on a small puzzle and compare it (a minute or two on a laptop)"
 	@echo "make test   lint, types and the whole test suite"
 
 # The virtual environment with every dependency pinned; made once, remade only when the pins or the package change.

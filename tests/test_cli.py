@@ -114,7 +114,7 @@ WRONG_TRAINING = {
     "an unknown size": (
         [part for name in ("width", "layers", "heads", "intermediate") for part in ("--set", f"model.{name}=0")]
         + ["--set", "model.size=7m"],
-        "model.size = '7m' is unknown; choose from",
+        "model.size = '7m' is unknown; did you mean '75m'? choose from",
     ),
 }
 
@@ -207,14 +207,20 @@ def test_one_bad_run_of_two_writes_nothing(refused, run, tmp_path):
 
 
 WRONG_OPTIONS = {
-    "unknown policy": (["evaluate", "{run}", "--policy", "magrin"], "unknown policy 'magrin': choose from"),
+    "unknown policy": (
+        ["evaluate", "{run}", "--policy", "magrin"],
+        "unknown policy 'magrin'; did you mean 'margin'? choose from",
+    ),
     "steps 0": (["evaluate", "{run}", "--policy", "iid", "--steps", "0"], "--steps must be at least 1, got 0"),
     "steps of another order": (["evaluate", "{run}", "--policy", "learned", "--steps", "3"], "trained for T = 2"),
     "no examples": (["evaluate", "{run}", "--examples", "0"], "--examples"),
     "negative temperature": (["evaluate", "{run}", "--temperature", "-1"], "--temperature"),
     "no trajectories": (["evaluate", "{run}", "--bound", "--trajectories", "0"], "--trajectories"),
     "a bound of one": (["evaluate", "{run}", "--bound", "--examples", "1"], "at least 2 examples"),
-    "sample: unknown policy": (["sample", "{run}", "--policy", "magrin"], "unknown policy 'magrin': choose from"),
+    "sample: unknown policy": (
+        ["sample", "{run}", "--policy", "magrin"],
+        "unknown policy 'magrin'; did you mean 'margin'? choose from",
+    ),
     "sample: steps 0": (["sample", "{run}", "--steps", "0"], "--steps"),
     "sample: steps of another order": (["sample", "{run}", "--steps", "3"], "trained for T = 2"),
     "sample: no sequences": (["sample", "{run}", "--num", "0"], "--num"),

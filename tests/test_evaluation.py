@@ -281,7 +281,10 @@ def test_policies_by_name():
 
 
 def test_an_unknown_policy_lists_the_known():
-    with pytest.raises(ValueError, match="unknown policy 'tob-prob': choose from iid, top-prob, margin, learned"):
+    with pytest.raises(
+        ValueError,
+        match=r"unknown policy 'tob-prob'; did you mean 'top-prob'\? choose from iid, top-prob, margin, learned",
+    ):
         policy_named("tob-prob", small_model())
 
 

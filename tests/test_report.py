@@ -13,12 +13,14 @@ from unmask.evaluation import BoundReport, Order, Record
 from unmask.report import (
     HEADINGS,
     ResultsError,
+    Section,
     append_jsonl,
     bound_table,
     columns,
     order_picture,
     ordered,
     pictured,
+    read_bound,
     read_orders,
     read_records,
     score_plot,
@@ -103,7 +105,7 @@ def test_orders_round_trip(tmp_path):
 
 
 def test_of_the_same_evaluation_the_last_stands(tmp_path):
-    again = dataclasses.replace(LEARNED, score=0.5, seconds=9.0, num_examples=10)
+    again = dataclasses.replace(LEARNED, score=0.5, seconds=9.0, revision="later")
     append_jsonl(tmp_path / "results.jsonl", [*RECORDS, again])
     found = read_records(tmp_path / "results.jsonl")
     assert len(found) == len(RECORDS)
@@ -114,6 +116,8 @@ def test_of_the_same_evaluation_the_last_stands(tmp_path):
     "change",
     [
         {"seed": 1},
+        {"num_examples": 7},
+        {"denoiser": "ba9876543210"},
         {"temperature": 0.0},
         {"budget": 3},
         {"policy": "x"},
@@ -168,7 +172,7 @@ def test_the_learned_order_comes_first():
 
 
 def test_columns_of_a_record():
-    shown = dict(zip(HEADINGS, columns(LEARNED), strict=True))
+    shown = dict(zip(HEADINGS, columns(LEARNED, RECORDS), strict=True))
     assert shown == {
         "policy": "learned, T = 2",
         "steps": "1.98",
@@ -183,14 +187,14 @@ def test_columns_of_a_record():
 
 
 def test_a_lack_of_diversity_is_marked():
-    shown = dict(zip(HEADINGS, columns(RECORDS[3]), strict=True))
+    shown = dict(zip(HEADINGS, columns(RECORDS[3], RECORDS), strict=True))
     assert shown["policy"] == "iid @ 4"
     assert shown["distinct"] == "3 (!)"
 
 
 def test_no_distinct_samples_with_a_prompt():
     prompted = dataclasses.replace(LEARNED, distinct=None, distinct_low=None, distinct_high=None)
-    shown = dict(zip(HEADINGS, columns(prompted), strict=True))
+    shown = dict(zip(HEADINGS, columns(prompted, [prompted]), strict=True))
     assert (shown["distinct"], shown["true 99%"]) == ("–", "–")
 
 
@@ -213,8 +217,8 @@ def test_the_table_fits_in_80_columns():
     assert max(map(len, lines)) <= 80
     assert "…" not in text
     for record in records:
-        row = next(line for line in lines if line.strip().startswith(columns(record)[0] + " "))
-        for cell in columns(record)[:-1]:
+        row = next(line for line in lines if line.strip().startswith(columns(record, RECORDS)[0] + " "))
+        for cell in columns(record, RECORDS)[:-1]:
             assert cell in row
 
 
@@ -355,7 +359,7 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
-    write_html(path, [("groups: <16> tokens & more", 'a "caption" <b>', RECORDS, [order(), order("iid")])])
+    write_html(path, [Section("groups: <16> tokens & more", 'a "caption" <b>', RECORDS, [order(), order("iid")])])
     return path.read_text()
 
 
@@ -376,7 +380,7 @@ def test_the_page_holds_both_plots_and_the_table(page):
     assert parsed.count["svg"] == 2
     assert parsed.count["figure"] == 2
     assert parsed.count["tr"] == 1 + len(RECORDS)
-    cells = [*HEADINGS, *(cell for record in ordered(RECORDS) for cell in columns(record))]
+    cells = [*HEADINGS, *(cell for record in ordered(RECORDS) for cell in columns(record, RECORDS))]
     assert parsed.cells == cells
 
 
@@ -392,7 +396,49 @@ def test_the_learned_order_stands_out(page):
 
 def test_a_page_without_orders_and_with_several_runs(tmp_path):
     path = tmp_path / "report.html"
-    write_html(path, [("one", "", RECORDS, []), ("two", "", [LEARNED], [order()])])
+    write_html(path, [Section("one", "", RECORDS, []), Section("two", "", [LEARNED], [order()], BOUND)])
     parsed = Page(path.read_text())
     assert parsed.count["section"] == 2
     assert parsed.count["svg"] == 1 + 2
+
+
+def test_the_page_tells_the_bound_and_the_true_likelihood(tmp_path):
+    path = tmp_path / "report.html"
+    write_html(path, [Section("one", "", [LEARNED], [], BOUND)])
+    cells = Page(path.read_text()).cells
+    assert "true log-likelihood of the same sequences" in cells
+    assert f"{BOUND.true_log_likelihood:.4f}" in cells
+    assert f"{BOUND.order_bound:.4f}" in cells
+
+
+def test_a_bound_round_trip(tmp_path):
+    path = tmp_path / "bound.json"
+    assert read_bound(path) is None
+    path.write_text(json.dumps(dataclasses.asdict(BOUND)))
+    assert read_bound(path) == BOUND
+    path.write_text('{"budget": 2}')
+    with pytest.raises(ResultsError, match="run `unmask evaluate --bound` again"):
+        read_bound(path)
+
+
+def test_a_page_replaces_only_a_page(tmp_path):
+    path = tmp_path / "report.html"
+    section = Section("one", "", [LEARNED], [])
+    write_html(path, [section])
+    write_html(path, [section, section])
+    path.write_text("a letter to my mother")
+    with pytest.raises(ResultsError, match="no report of unmask"):
+        write_html(path, [section])
+    assert path.read_text() == "a letter to my mother"
+
+
+def test_what_differs_between_records_is_in_their_names():
+    greedy = dataclasses.replace(heuristic("iid", 2), temperature=0.0)
+    sampled = heuristic("iid", 2)
+    names = [columns(record, [greedy, sampled])[0] for record in (greedy, sampled)]
+    assert names == ["iid, temperature 0 @ 2", "iid, temperature 1 @ 2"]
+    figure = score_plot([greedy, sampled])
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [
+        "iid, temperature 0",
+        "iid, temperature 1",
+    ]

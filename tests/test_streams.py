@@ -1,6 +1,7 @@
 import torch
 
-from unmask.streams import Purpose, stratified, uniforms
+from tests.statistics import assert_follows
+from unmask.streams import Purpose, integers, stratified, uniforms
 
 
 def test_a_draw_depends_only_on_its_words():
@@ -19,10 +20,7 @@ def test_every_word_matters_and_so_does_its_place():
 
 def test_uniform_and_independent_along_every_word():
     u = uniforms(5, torch.arange(200)[:, None, None], torch.arange(50)[:, None], torch.arange(50), dtype=torch.float64)
-    counts = torch.histc(u, bins=64, min=0, max=1)
-    expected = u.numel() / 64
-    chi_square = ((counts - expected) ** 2 / expected).sum()
-    assert chi_square < 63 + 5 * (2 * 63) ** 0.5
+    assert_follows(torch.histc(u, bins=64, min=0, max=1).tolist(), [u.numel() / 64] * 64)
     for axis in range(3):
         left, right = u.narrow(axis, 0, u.shape[axis] - 1).flatten(), u.narrow(axis, 1, u.shape[axis] - 1).flatten()
         assert torch.corrcoef(torch.stack([left, right]))[0, 1].abs() < 5 / left.numel() ** 0.5
@@ -35,6 +33,13 @@ def test_never_one_and_the_same_draw_in_both_precisions():
     assert double.max() < 1
     assert single.min() >= 0
     assert (single.double() - double).abs().max() < 2**-23
+
+
+def test_integers_do_not_repeat_and_are_not_negative():
+    drawn = integers(0, Purpose.EXAMPLE, 1, torch.arange(100_000))
+    assert drawn.min() >= 0
+    assert len(drawn.unique()) == 100_000
+    assert not torch.isin(drawn, integers(1, Purpose.EXAMPLE, 1, torch.arange(100_000))).any()
 
 
 def test_stratified_fills_every_stratum_once_whoever_draws_it():

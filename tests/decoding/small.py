@@ -82,7 +82,7 @@ class TabularSelector:
     """psi [T, (V+1)^N, N]: a logit for every time, partly written sequence and position."""
 
     psi: Tensor
-    selection: Selection = NonEmpty()
+    selection: Selection = field(default_factory=NonEmpty)
 
     @property
     def budgets(self) -> tuple[int, ...]:

@@ -61,3 +61,11 @@ def test_the_log_keeps_apart_what_the_probability_rounds_together():
     said = confidence(log_probabilities(logits))
     assert said.log_top[1] > said.log_top[0]
     assert said.log_top.exp()[0] == said.log_top.exp()[1]
+
+
+def test_the_gradient_stays_finite_where_probabilities_vanish():
+    """entr'(0) is infinite, and infinite times zero is NaN: it once reached the denoiser through attach_selector."""
+    for logits in ([80.0, 0.0, -80.0], [1000.0, 0.0, -1000.0], [0.0, 0.0, 0.0]):
+        x = torch.tensor([logits], requires_grad=True)
+        confidence(log_probabilities(x)).features().sum().backward()
+        assert torch.isfinite(x.grad).all()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.decoding.small import TabularDenoiser, TabularSelector
+from tests.statistics import assert_follows
 from tests.variational.tiny import tiny
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import IID, Learned
@@ -121,22 +122,9 @@ def outcomes(out):
 
 
 def assert_drawn_from(law, counts):
-    """Pearson's test, outcomes expected fewer than 10 times thrown together; impossible ones must not occur."""
     assert set(counts) <= {outcome for outcome, probability in law.items() if probability > 0}
     draws = sum(counts.values())
-    cells, rare = [], [0.0, 0.0]
-    for outcome, probability in law.items():
-        cell = (draws * probability, counts.get(outcome, 0))
-        if cell[0] >= 10:
-            cells.append(cell)
-        else:
-            rare = [rare[0] + cell[0], rare[1] + cell[1]]
-    if rare[0] >= 10:
-        cells.append(tuple(rare))
-    chi_square = sum((seen - expected) ** 2 / expected for expected, seen in cells)
-    freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
-    by_chance = torch.special.gammaincc(freedom, torch.tensor(chi_square / 2, dtype=torch.float64)).item()
-    assert by_chance > 1e-5, f"chi-square {chi_square:.1f} with {len(cells)} cells: p = {by_chance:.1e}"
+    assert_follows([counts.get(outcome, 0) for outcome in law], [draws * probability for probability in law.values()])
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=str)
@@ -174,7 +162,7 @@ def test_learned_nonempty_is_the_model_of_the_bound(prompt):
 
     num_steps = out.num_steps.double()
     error = (num_steps.mean() - chain.expected_steps()) / (num_steps.std() / DRAWS**0.5)
-    assert abs(error.item()) < 4.5  # 7e-6 by chance
+    assert abs(error.item()) < 5  # 6e-7 by chance
     assert num_steps.std() > 0
 
 

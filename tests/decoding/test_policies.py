@@ -212,10 +212,6 @@ def test_what_the_selector_is_asked(i, S):
             assert asked["confidences"][row, n].tolist() == pytest.approx(expected, abs=1e-12)
 
 
-def test_the_default_form_is_nonempty():
-    assert isinstance(small_selector((3,)).selection, NonEmpty)
-
-
 def test_names_are_distinct():
     names = [rule.name for rule in (IID(), TopProbability(), Margin(), Learned(LookUp(None, (3,))))]
     assert names == ["iid", "top-prob", "margin", "learned"]

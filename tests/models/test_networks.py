@@ -78,7 +78,7 @@ def test_an_untrained_selector_is_the_iid_rule(positions):
     t = torch.arange(1, 10)
     for budget in (4, 9):
         p = selector(trained=False, positions=positions)(hidden, confidences, masked, t, budget).sigmoid()
-        expected = (1 / (t + 1)).float()[:, None].expand_as(p)
+        expected = (1 / (t + 1)).to(p)[:, None].expand_as(p)
         assert torch.allclose(p[masked], expected[masked], rtol=0, atol=1e-7)
 
 
@@ -223,3 +223,17 @@ def test_the_first_trajectories_take_several_steps(config, seed):
     last = torch.where(drawn.masked, 0, drawn.reveal_time).amin(-1)  # time runs down from T - 1
     steps = (budget - last).double()
     assert steps.mean() >= 3, f"{steps.mean():.2f} steps"
+
+
+@torch.no_grad()
+def test_scores_and_logits_are_not_rounded_to_bfloat16():
+    """Under autocast the trunk may run in bfloat16, but eight bits of a score would tie its neighbours."""
+    torch.manual_seed(0)
+    shape = BackboneConfig(width=16, layers=1, heads=2, intermediate=16, max_length=256)
+    network = OrderScorer(shape, vocab_size=50)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = network(torch.randint(0, 50, (1, 256)))
+        logits = selector()(*selector_input(1, 256), torch.tensor([3]), 9)
+    for values in (scores, logits):
+        assert values.dtype != torch.bfloat16
+        assert (values != values.bfloat16().to(values.dtype)).float().mean() > 0.9

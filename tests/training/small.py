@@ -30,6 +30,7 @@ width = 16
 layers = 1
 heads = 2
 intermediate = 16
+absolute_positions = true
 
 [model.selector]
 width = 8

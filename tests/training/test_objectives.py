@@ -546,6 +546,7 @@ def test_the_moving_average_is_asked_with_the_times():
     objective = order_objective()
     objective.baseline = MovingAverage(BUDGET)
     objective(batch(), IDS, (TIMES + 0.5) / BUDGET)
+    objective.baseline.fold()
     terms, _, _ = objective.terms(batch(), IDS, TIMES)
     for t in range(BUDGET):
         assert objective.baseline.mean[t].item() == pytest.approx(terms.elbo[t == TIMES].mean().item(), rel=1e-9)
@@ -566,3 +567,16 @@ def test_spread_puts_values_back():
 def test_padding_is_none_where_nothing_is_padded():
     assert padding(ONE) is None
     assert torch.equal(padding(batch()), batch().attention)
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("k", "t"), [(2, 0), (8, 0), (8, BUDGET - 1)])
+def test_one_scorer_pass_for_each_sequence_whatever_k_and_t(monkeypatch, k, t):
+    objective, scored = order_objective(), []
+    objective.trajectories = k
+    forward = objective.model.scorer.forward
+    monkeypatch.setattr(objective.model.scorer, "forward", lambda x, *rest: scored.append(len(x)) or forward(x, *rest))
+    objective.terms(batch(), IDS, torch.full_like(IDS, t))
+    assert scored == [len(IDS)]

@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from tests.training.small import TINY_RECIPE, contents, json_lines, same, weights
 from unmask.models.order_model import ModelFolderError, OrderModel
 from unmask.training import run as run_module
-from unmask.training.loop import Metrics, run_stage
+from unmask.training.loop import Metrics, NonFiniteError, run_stage
 from unmask.training.objectives import DenoiseObjective
 from unmask.training.recipe import ModelRecipe, Recipe, RecipeError, load_recipe
 from unmask.training.run import RunFolderError, continued, load_run, load_task, train
@@ -452,7 +452,7 @@ def test_a_loss_that_is_not_finite_saves_the_last_good_state(base, tmp_path, mon
 
     monkeypatch.setattr(cls, "forward", forward)
     folder = tmp_path / "run"
-    with pytest.raises(RunFolderError) as caught:
+    with pytest.raises(NonFiniteError) as caught:
         train(recipe(base, *JOINT), folder, cpu=True)
     message = one_line(caught)
     assert f"{bad_stage}, update 2: loss, gradient of the denoiser" in message

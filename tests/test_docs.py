@@ -1,0 +1,61 @@
+"""What the documentation shows runs."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import unmask
+from tests.training.small import TINY_RECIPE
+from unmask.cli import main
+
+ROOT = Path(__file__).parents[1]
+GUIDE = (ROOT / "docs" / "guide.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.S)
+
+
+def test_a_task_of_your_own(tmp_path, monkeypatch, capsys):
+    """The guide's task, from a file in the current folder, through the guide's commands on a tiny recipe."""
+    (tmp_path / "palindromes.py").write_text(BLOCKS[0])
+    recipe = re.sub(r"\[task\].*?\n\n", '[task]\nname = "palindromes:Palindromes"\n\n', TINY_RECIPE, flags=re.S)
+    (tmp_path / "mine.toml").write_text(recipe)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for command in ("train mine.toml --out run --cpu", "evaluate run --cpu", "sample run --trace", "report run"):
+        with pytest.raises(SystemExit) as done:
+            main(command.split())
+        assert not done.value.code, capsys.readouterr().err
+    assert "palindromes" in (tmp_path / "run" / "report.html").read_text()
+    assert len(BLOCKS[0].strip().splitlines()) <= 45
+
+
+def test_generation_as_the_guide_shows_it(tmp_path, monkeypatch):
+    task = unmask.make_task("groups")
+    recipe = unmask.load_recipe("groups", ["denoise.updates=1", "order.updates=1", "order.denoiser_rate=0.0"])
+    unmask.train(recipe, tmp_path / "runs" / "demo", cpu=True)
+    monkeypatch.chdir(tmp_path)
+    shown: dict = {}
+    exec(BLOCKS[1], shown)
+    assert shown["out"].tokens.shape == (8, task.length)
+
+
+def test_checking_a_variant_as_the_guide_shows_it():
+    shown = {
+        "denoiser": lambda x: torch.zeros(*x.shape, 2, dtype=torch.float64).log_softmax(-1),
+        "selector": lambda x, t: torch.zeros(x.shape, dtype=torch.float64),
+        "scorer": lambda x: torch.linspace(0, 1, x.shape[1], dtype=torch.float64).expand(len(x), -1),
+        "x0": torch.tensor([0, 1, 1]),
+    }
+    exec(BLOCKS[2], shown)
+    assert shown["model"].vocab_size == 2
+
+
+def test_every_file_that_the_documentation_names_exists():
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} points to {target}"
+    notation = (ROOT / "docs" / "notation.md").read_text()
+    for name in re.findall(r"`((?:models|variational|training|decoding|tasks)/\w+\.py)`", notation):
+        assert (ROOT / "src" / "unmask" / name).exists(), f"notation.md names {name}"
