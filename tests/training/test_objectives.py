@@ -546,7 +546,7 @@ def test_the_moving_average_is_asked_with_the_times():
     objective = order_objective()
     objective.baseline = MovingAverage(BUDGET)
     objective(batch(), IDS, (TIMES + 0.5) / BUDGET)
-    objective.baseline.fold()
+    objective.begin_update(0.1)
     terms, _, _ = objective.terms(batch(), IDS, TIMES)
     for t in range(BUDGET):
         assert objective.baseline.mean[t].item() == pytest.approx(terms.elbo[t == TIMES].mean().item(), rel=1e-9)
@@ -580,3 +580,31 @@ def test_one_scorer_pass_for_each_sequence_whatever_k_and_t(monkeypatch, k, t):
     monkeypatch.setattr(objective.model.scorer, "forward", lambda x, *rest: scored.append(len(x)) or forward(x, *rest))
     objective.terms(batch(), IDS, torch.full_like(IDS, t))
     assert scored == [len(IDS)]
+
+
+# --- the weight of the KL ---------------------------------------------------------------------------------------------
+
+
+def test_the_kl_weight_falls_to_one_at_half_time():
+    objective = order_objective(initial_kl_weight=5.0)
+    weights = []
+    for progress in (0.0, 0.25, 0.5, 0.9):
+        objective.begin_update(progress)
+        weights.append(objective.kl_weight)
+    assert weights == [5.0, 3.0, 1.0, 1.0]
+
+
+def test_the_weighted_loss_is_linear_in_the_weight_and_the_bound_is_reported_unweighted():
+    """grad(w) = grad(F1 part) + w grad(KL part), both parts with their score-function terms; metrics never see w."""
+    gradients, metrics = [], []
+    for weight in (1.0, 2.0, 4.0):
+        objective = order_objective(initial_kl_weight=weight)
+        objective.begin_update(0.0)
+        outcome = objective(batch(), IDS, (TIMES + 0.5) / BUDGET)
+        outcome.loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in objective.parameters() if p.grad is not None]))
+        metrics.append({key: value.item() for key, value in outcome.metrics.items()})
+    one, two, four = gradients
+    assert torch.allclose(four - two, 2 * (two - one), atol=1e-12)
+    assert (two - one).abs().max() > 1e-3
+    assert metrics[0] == metrics[1] == metrics[2]

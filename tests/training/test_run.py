@@ -151,9 +151,9 @@ def test_the_baseline_is_the_denoiser_before_trained_on(base, tmp_path):
 def test_the_stages_that_are_run(base, tmp_path, monkeypatch):
     stages = []
 
-    def spy(name, index, objective, rates, how, *rest):
+    def spy(name, index, objective, rates, how, *rest, **hook):
         stages.append((name, index, how.updates * how.batch, {key: rate for key, (_, rate) in rates.items()}))
-        return run_stage(name, index, objective, rates, how, *rest)
+        return run_stage(name, index, objective, rates, how, *rest, **hook)
 
     monkeypatch.setattr(run_module, "run_stage", spy)
     train(recipe(base, "order.denoiser_rate=2e-4", "order.scorer_rate=3e-3"), tmp_path / "run", cpu=True)
@@ -402,10 +402,10 @@ def test_a_joint_run_without_its_baseline_is_refused(base, tmp_path):
 
 
 def test_an_interrupted_run_is_unfinished_and_can_be_replaced(base, tmp_path, monkeypatch):
-    def interrupted(name, *rest):
+    def interrupted(name, *rest, **hook):
         if name == "order":
             raise KeyboardInterrupt
-        return run_stage(name, *rest)
+        return run_stage(name, *rest, **hook)
 
     monkeypatch.setattr(run_module, "run_stage", interrupted)
     with pytest.raises(KeyboardInterrupt):

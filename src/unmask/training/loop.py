@@ -61,12 +61,13 @@ def run_stage(
     seed: int,
     accelerator: Accelerator,
     metrics: Metrics,
-    after_update: Callable[[], None] = lambda: None,
+    begin_update: Callable[[float], None] = lambda progress: None,
 ) -> None:
     """Minimise `objective` for `stage.updates` updates.
 
     rates: for each network by name, its module and learning rate; 0 freezes it.  Each network is clipped by its own
     norm, so a spike in the scorer's noisy gradient does not shrink the others' steps.
+    begin_update: called before every update with the fraction of the stage that lies behind it.
     """
     networks = {key: module for key, (module, rate) in rates.items() if rate > 0}
     for module, rate in rates.values():
@@ -83,6 +84,7 @@ def run_stage(
     started = time.perf_counter()
     with _progress(name, stage.updates, accelerator.is_main_process) as advance:
         for update in range(stage.updates):
+            begin_update(update / stage.updates)
             recorded = _backward(run, update, index, stage, task, seed, accelerator)
             norms = {
                 key: float(accelerator.clip_grad_norm_(module.parameters(), stage.clip))
@@ -92,7 +94,6 @@ def run_stage(
             optimizer.step()
             schedule.step()
             optimizer.zero_grad(set_to_none=True)
-            after_update()
             if average is not None:
                 average.update_parameters(objective)
             advance(recorded)

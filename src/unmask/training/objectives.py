@@ -17,7 +17,7 @@ from unmask.models.order_model import OrderModel
 from unmask.streams import Purpose, uniforms
 from unmask.tasks.task import Examples
 from unmask.variational.elbo import BoundTerms, bound_terms
-from unmask.variational.estimators import Baseline, estimate_bound
+from unmask.variational.estimators import Baseline, MovingAverage, estimate_bound
 from unmask.variational.posterior import log_prob, sample_times, sample_trajectories
 
 
@@ -81,6 +81,11 @@ class OrderObjective(nn.Module):
 
     A frozen denoiser (`learn_denoiser` False) is run without a graph.  What the selector reads from the denoiser is
     detached unless `attach_selector`, so that theta gets the gradient of the reconstruction only.
+
+    `initial_kl_weight` w > 1 trains on F1 - w KL at first, w falling linearly to 1 at half of the updates.  The
+    posterior sees x_0 and can write it into the order, which the selector cannot follow: a local optimum with a high
+    reconstruction and a high KL.  A dear KL at the start makes it look for orders that can be followed.  What is
+    reported is always the bound itself, w = 1.
     """
 
     def __init__(
@@ -92,9 +97,11 @@ class OrderObjective(nn.Module):
         seed: int,
         learn_denoiser: bool = True,
         attach_selector: bool = False,
+        initial_kl_weight: float = 1.0,
     ) -> None:
         super().__init__()
         self.model = model
+        self.initial_kl_weight = self.kl_weight = initial_kl_weight
         self.budget, self.trajectories, self.baseline, self.seed = budget, trajectories, baseline, seed
         self.learn_denoiser, self.attach_selector = learn_denoiser, attach_selector
 
@@ -103,20 +110,27 @@ class OrderObjective(nn.Module):
         t = sample_times(u.to(ids.device), self.budget)
         num_response = examples.response.sum(-1)
         terms, log_q, masked = self.terms(examples, ids, t)
-        estimate = estimate_bound(terms.elbo, log_q, t, self.budget, self.baseline)
+        objective = terms.reconstruction - self.kl_weight * terms.order_kl
+        estimate = estimate_bound(objective, log_q, t, self.budget, self.baseline)
         loss = (estimate.loss / num_response).mean()
 
         def per_token(values: Tensor) -> Tensor:
             return (self.budget * values.detach().mean(-1) / num_response).mean()
 
         metrics = {
-            "elbo": (estimate.elbo / num_response).mean(),
+            "elbo": per_token(terms.elbo),
             "reconstruction": per_token(terms.reconstruction),
             "order_kl": per_token(terms.order_kl),
             # E[steps] = sum_t P(x_{t+1} holds a mask): the same uniform t estimates it
             "q_steps": self.budget * masked.any(-1).float().mean(),
         }
         return Outcome(loss, metrics)
+
+    def begin_update(self, progress: float) -> None:
+        """Set the KL weight of an update at `progress` in [0, 1) of the stage; let a moving average take in the last."""
+        self.kl_weight = 1 + (self.initial_kl_weight - 1) * max(0.0, 1 - 2 * progress)
+        if isinstance(self.baseline, MovingAverage):
+            self.baseline.fold()
 
     def terms(self, examples: Examples, ids: Tensor, t: Tensor) -> tuple[BoundTerms, Tensor, Tensor]:
         """F1 and KL [B, k], log Q [B, k] and the masks of x_{t+1} [B, k, L], at the times t [B]."""

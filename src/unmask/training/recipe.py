@@ -123,6 +123,7 @@ class OrderRecipe(Optimisation):
     denoiser_rate: float = 0.0  # 0: frozen
     selector_rate: float = 1e-3
     scorer_rate: float = 1e-3
+    kl_weight: float = 1.0  # of the order KL at the first update, falling to 1 at half time; the paper has 1 throughout
     attach_selector: bool = False  # let the selector's loss reach the denoiser
 
     def __post_init__(self) -> None:
@@ -136,7 +137,7 @@ class OrderRecipe(Optimisation):
                 f"trajectories (k) must be at least 2 with leave-one-out, got {self.trajectories}: "
                 "raise it, or take baseline = 'none' or 'moving-average'"
             )
-        _at_least(self, 1, "trajectories")
+        _at_least(self, 1, "trajectories", "kl_weight")
         _at_least(self, 0, "denoiser_rate", "selector_rate", "scorer_rate")
         if not (self.denoiser_rate or self.selector_rate or self.scorer_rate):
             raise ValueError("denoiser_rate, selector_rate and scorer_rate are all 0: nothing would be learned")

@@ -30,7 +30,7 @@ from unmask.training.objectives import DenoiseObjective, OrderObjective
 from unmask.training.recipe import DenoiseRecipe, ModelRecipe, Optimisation, OrderRecipe, Recipe, RecipeError
 from unmask.variational.estimators import Baseline, LeaveOneOut, MovingAverage, NoBaseline
 
-Hook = Callable[[], None]
+Hook = Callable[[float], None]
 
 
 class RunFolderError(ValueError):
@@ -53,34 +53,35 @@ def train(recipe: Recipe, out: Path, *, force: bool = False, cpu: bool = False) 
     _place(model, recipe, accelerator)
 
     def stage(
-        name: str, index: int, objective: nn.Module, rates: Rates, how: Optimisation, trained: OrderModel, **hooks: Hook
+        name: str, index: int, objective: nn.Module, rates: Rates, how: Optimisation, trained: OrderModel, **hook: Hook
     ) -> None:
         """`index` names the stage's stream of examples and times: no two stages see the same ones."""
         try:
-            run_stage(name, index, objective, rates, how, task, recipe.seed, accelerator, metrics, **hooks)
+            run_stage(name, index, objective, rates, how, task, recipe.seed, accelerator, metrics, **hook)
         except NonFiniteError as error:
             trained.save_pretrained(out / "last-good")
             raise NonFiniteError(f"{error}; the last good state is in {out / 'last-good'}") from None
 
+    rates: Rates
     if recipe.denoise:
-        rates: Rates = {"denoiser": (model.denoiser, recipe.denoise.learning_rate)}
+        rates = {"denoiser": (model.denoiser, recipe.denoise.learning_rate)}
         index = 3 if recipe.init else 0  # the run that `init` names may have seen the examples of stage 0
         stage("denoise", index, DenoiseObjective(model.denoiser, recipe.seed), rates, recipe.denoise, model)
     if recipe.order:
         before = _place(_copy_denoiser(model), recipe, accelerator)
         before.save_pretrained(out / "denoiser")
-        baseline = _baseline(recipe.order)
-        hooks: dict[str, Hook] = {"after_update": baseline.fold} if isinstance(baseline, MovingAverage) else {}
-        objective = OrderObjective(
+        order = OrderObjective(
             model,
             recipe.order.budget,
             recipe.order.trajectories,
-            baseline,
+            _baseline(recipe.order),
             recipe.seed,
             learn_denoiser=recipe.order.denoiser_rate > 0,
             attach_selector=recipe.order.attach_selector,
+            initial_kl_weight=recipe.order.kl_weight,
         )
-        stage("order", 1, objective, _order_rates(model, recipe.order), recipe.order, model, **hooks)
+        rates = _order_rates(model, recipe.order)
+        stage("order", 1, order, rates, recipe.order, model, begin_update=order.begin_update)
         if recipe.order.denoiser_rate > 0:
             plain = continued(recipe)
             rates = {"denoiser": (before.denoiser, plain.learning_rate)}
