@@ -127,7 +127,7 @@ class OrderObjective(nn.Module):
         return Outcome(loss, metrics)
 
     def begin_update(self, progress: float) -> None:
-        """Set the KL weight of an update at `progress` in [0, 1) of the stage; let a moving average take in the last."""
+        """Set the KL weight at `progress` in [0, 1) of the stage; let a moving average take in the update before."""
         self.kl_weight = 1 + (self.initial_kl_weight - 1) * max(0.0, 1 - 2 * progress)
         if isinstance(self.baseline, MovingAverage):
             self.baseline.fold()
