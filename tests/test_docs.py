@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import unmask
-from tests.training.small import TINY_RECIPE
 from unmask.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -19,15 +18,19 @@ BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.S)
 def test_a_task_of_your_own(tmp_path, monkeypatch, capsys):
     """The guide's task, from a file in the current folder, through the guide's commands on a tiny recipe."""
     (tmp_path / "palindromes.py").write_text(BLOCKS[0])
-    recipe = re.sub(r"\[task\].*?\n\n", '[task]\nname = "palindromes:Palindromes"\n\n', TINY_RECIPE, flags=re.S)
-    (tmp_path / "mine.toml").write_text(recipe)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for command in ("train mine.toml --out run --cpu", "evaluate run --cpu", "sample run --trace", "report run"):
+    shown = re.search(r"```\n(unmask train groups.*?)```", GUIDE, flags=re.S)
+    assert shown is not None
+    commands = [line.removeprefix("unmask ") for line in shown.group(1).strip().splitlines()]
+    assert len(commands) == 4
+    commands[0] += " --set denoise.updates=2 --set order.updates=2"
+    commands[1] += " --examples 20"
+    for command in commands:
         with pytest.raises(SystemExit) as done:
             main(command.split())
         assert not done.value.code, capsys.readouterr().err
-    assert "palindromes" in (tmp_path / "run" / "report.html").read_text()
+    assert "palindromes" in (tmp_path / "runs" / "palindromes" / "report.html").read_text()
     assert len(BLOCKS[0].strip().splitlines()) <= 45
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from unmask.evaluation import Order, Record
+    from unmask.models.order_model import OrderModel
+    from unmask.tasks.task import Task
     from unmask.training.recipe import Recipe
 
 app = typer.Typer(
@@ -30,6 +32,8 @@ app = typer.Typer(
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing run folder.")]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where a GPU is present.")]
 Run = Annotated[Path, typer.Argument(help="Folder of a finished run.", show_default=False)]
+
+RECIPES = "groups, addition, chain, permutation, latin-square, parity-dag"
 
 # What typer raises for an unknown command or option and for a missing or wrong value; its home differs by version.
 UsageError: Any = typer.BadParameter.__base__
@@ -48,14 +52,30 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         _refuse(str(error))
         sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("unmask: interrupted", err=True)
-        sys.exit(130)
+    if code == 130:  # typer turns Ctrl-C into this
+        _refuse("interrupted; a run that was being trained is unfinished: start it again with --force")
     sys.exit(code)
 
 
 def _refuse(message: str) -> None:
     typer.echo(f"unmask: {' '.join(message.split())}", err=True)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(version("unmask"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Learn the order in which a masked diffusion model writes, and compare it with other unmasking rules."""
 
 
 @app.command()
@@ -92,9 +112,7 @@ def demo(
 
 @app.command()
 def train(
-    recipe: Annotated[
-        str, typer.Argument(help="A TOML file, or the name of a recipe that comes with unmask, such as groups.")
-    ],
+    recipe: Annotated[str, typer.Argument(help=f"A TOML file, or a recipe that comes with unmask: {RECIPES}.")],
     out: Annotated[Path, typer.Option(help="Run folder to write.")],
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a value: --set order.budget=3. May be repeated.")
@@ -129,6 +147,8 @@ def evaluate(
 ) -> None:
     """Score policies on a run's task; adds to RUN/results.jsonl and prints a table."""
     if bound:
+        if policy or steps or temperature is not None:
+            raise ValueError("--bound takes no --policy, --steps or --temperature: it is a number of the trained model")
         _evaluate_bound(run, examples, trajectories, seed, cpu)
     else:
         _evaluate_run(run, policy or [], steps or [], examples, temperature, seed, cpu)
@@ -167,9 +187,8 @@ def sample(
 
     from unmask.decoding.generate import generate
     from unmask.evaluation import policy_named
-    from unmask.training.run import load_run
 
-    model, plain, _, task = load_run(run)
+    model, plain, task = _load(run, cpu=True)[:3]
     policy = policy or ("learned" if model.selector is not None else "top-prob")
     rule = policy_named(policy, model)
     denoiser = (model if policy == "learned" else plain).denoiser
@@ -179,7 +198,8 @@ def sample(
     out = generate(denoiser, canvas, rule, budget, seed=seed, temperature=temperature, attention=truth.attention)
     valid = task.valid(out.tokens, truth).tolist()
     console = _console()
-    console.print("step  " + "  ".join(f"[{_colour(i)}]{i}[/]" for i in range(budget)) + "   [dim]prompt[/]   · mask")
+    used = range(int(out.num_steps.max()))
+    console.print("step  " + "  ".join(f"[{_colour(i)}]{i}[/]" for i in used) + "   [dim]prompt[/]   · mask")
     for row in range(num):
         kept = out.attention[row]
         words = [escape(task.vocabulary[token]) for token in out.tokens[row][kept].tolist()]
@@ -246,22 +266,16 @@ def _evaluate_run(
     """Evaluate policies x budgets, the recipe's where none are named; print the table and add to the run's results."""
     from unmask.evaluation import evaluate, policy_named
     from unmask.report import append_jsonl, table
-    from unmask.training.run import load_run
 
-    model, plain, recipe, task = load_run(run)
-    if recipe.threads:
-        import torch
-
-        torch.set_num_threads(recipe.threads)
-    for each in (model, plain):
-        each.to(_device(cpu))
+    model, plain, task, recipe = _load(run, cpu)
     settings = recipe.evaluate
     names = policies or [*(["learned"] if model.selector is not None else []), *settings.policies]
     own = list(model.selector.budgets) if model.selector is not None else []
     wanted = []
     for name in names:
         rule = policy_named(name, model)
-        for budget in (budgets or own) if name == "learned" else (budgets or settings.budgets or own or [task.length]):
+        asked = budgets or settings.budgets or own or [task.length]
+        for budget in own if name == "learned" and not policies else asked:
             if budget < 1:
                 raise ValueError(f"--steps must be at least 1, got {budget}")
             rule.check(budget)
@@ -286,7 +300,7 @@ def _evaluate_run(
             append_jsonl(run / "orders.jsonl", [order])
             records.append(record)
             orders.append(order)
-    _console().print(table(records, _title(run), _caption(run)))
+    _console().print(table(records, _title(run), _caption(run, records)))
     return records
 
 
@@ -296,11 +310,10 @@ def _evaluate_bound(run: Path, examples: int | None, trajectories: int, seed: in
 
     from unmask.evaluation import evaluate_bound
     from unmask.report import bound_table
-    from unmask.training.run import load_run
 
-    model, plain, recipe, task = load_run(run)
-    for each in (model, plain):
-        each.to(_device(cpu))
+    model, plain, task, recipe = _load(run, cpu)
+    if model.selector is None:
+        raise ValueError(f"{run} has no learned order, so it has no order bound: train one with an [order] section")
     number = examples or recipe.evaluate.examples
     with _progress("bound", number) as advance:
         bound = evaluate_bound(
@@ -326,7 +339,7 @@ def _write_report(runs: list[Path], page: Path) -> None:
         records, orders = read_records(run / "results.jsonl"), read_orders(run / "orders.jsonl")
         if not records:
             raise ValueError(f"{run}/results.jsonl is empty: run `unmask evaluate {run}` first")
-        sections.append(Section(_title(run), _caption(run), records, orders, read_bound(run / "bound.json")))
+        sections.append(Section(_title(run), _caption(run, records), records, orders, read_bound(run / "bound.json")))
     write_html(page, sections)
     for run, section in zip(runs, sections, strict=True):
         if chosen := pictured(section.orders):
@@ -350,15 +363,16 @@ def _title(run: Path) -> str:
         facts.append(f"best possible number of steps {task.min_steps}")
     if task.entropy is not None:
         facts.append(f"true entropy {task.entropy:.3f} nats")
-    return f"{task.name}: {', '.join(facts)}"
+    return f"{run.resolve().name}, {task.name}: {', '.join(facts)}"
 
 
-def _caption(run: Path) -> str:
-    """Which denoiser each rule ran on."""
+def _caption(run: Path, records: list[Record]) -> str:
+    """Which denoiser each rule ran on, and how tokens were chosen."""
     from unmask.training.run import continued, load_task
 
     recipe, _ = load_task(run)
-    tokens = f"Tokens sampled at temperature {recipe.evaluate.temperature:g} unless the record says otherwise."
+    temperatures = " and ".join(f"{value:g}" for value in sorted({record.temperature for record in records}))
+    tokens = f"Tokens sampled at temperature {temperatures}."
     if recipe.order is None:
         return f"Every rule runs on the same plainly trained denoiser. {tokens}"
     if recipe.order.denoiser_rate == 0:
@@ -376,10 +390,17 @@ def _console() -> Console:
     return Console(highlight=False)
 
 
-def _device(cpu: bool) -> str:
+def _load(run: Path, cpu: bool) -> tuple[OrderModel, OrderModel, Task, Recipe]:
+    """The model of a run, the one whose denoiser the heuristics run on, the task and the recipe, ready to use."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() and not cpu else "cpu"
+    from unmask.training.run import load_run
+
+    model, plain, recipe, task = load_run(run)
+    if recipe.threads:
+        torch.set_num_threads(recipe.threads)
+    device = "cuda" if torch.cuda.is_available() and not cpu else "cpu"
+    return model.to(device), plain.to(device), task, recipe
 
 
 @contextmanager

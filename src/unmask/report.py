@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEARNED_COLOUR, COLOURS = "#c2410c", {"iid": "#64748b", "top-prob": "#2563eb", "margin": "#059669"}
+LINES = {"top-prob": "--", "margin": ":"}  # curves that coincide stay visible
+LEGEND = (
+    "steps: mean over the sequences, and their range. valid: with its 95% interval. distinct: different valid samples, "
+    "beside the 99% range of that number for as many samples of the true distribution; (!) marks one outside. passes: "
+    "denoiser rows evaluated."
+)
 
 
 class ResultsError(ValueError):
@@ -67,10 +73,13 @@ def _read_jsonl(path: Path, kind: type[Any]) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError:
-            raise ResultsError(f"{path}, line {number}: not a JSON object") from None
+            raise ResultsError(f"{path}, line {number}: not a JSON object; take the line out") from None
         if not isinstance(row, dict) or set(row) != expected:
             odd = ", ".join(sorted(expected ^ set(row))) if isinstance(row, dict) else "not an object"
-            raise ResultsError(f"{path}, line {number}: other fields than this version writes ({odd})")
+            raise ResultsError(
+                f"{path}, line {number}: other fields than this version writes ({odd}); "
+                "move the file away and evaluate again"
+            )
         rows.append(row)
     return rows
 
@@ -115,7 +124,7 @@ def ordered(records: Sequence[Record]) -> list[Record]:
 
 def table(records: Sequence[Record], title: str, caption: str) -> Table:
     """For the terminal, 80 columns wide: all but the denoiser's hash, of which the caption tells."""
-    shown = _table(title, caption)
+    shown = _table(title, f"{caption} {LEGEND}")
     for heading in HEADINGS[:-1]:
         shown.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
     for record in ordered(records):
@@ -140,7 +149,8 @@ def bound_rows(bound: BoundReport) -> list[tuple[str, str, str]]:
     """Name, value and standard error of everything that a bound is to be compared with, in nats a token."""
     rows = [(f"learned order, T = {bound.budget}", f"{bound.order_bound:.4f}", f"{bound.order_bound_se:.4f}")]
     for t, (reconstruction, kl) in enumerate(zip(bound.reconstruction, bound.order_kl, strict=True)):
-        rows.append((f"  t = {t}: reconstruction, minus order KL", f"{reconstruction:.4f}, {-kl:.4f}", ""))
+        step = bound.budget - 1 - t
+        rows.append((f"  step {step} (t = {t}): reconstruction, order KL", f"{reconstruction:.4f}, {kl:.4f}", ""))
     name = f"plain denoiser, IID order, {bound.budget} steps"
     rows.append((name, f"{bound.mdm_bound:.4f}", f"{bound.mdm_bound_se:.4f}"))
     if bound.true_log_likelihood is not None:
@@ -164,7 +174,7 @@ def bound_table(bound: BoundReport, task: str) -> Table:
 
 def score_plot(records: Sequence[Record]) -> Figure:
     """Score against mean steps, with 95% intervals."""
-    figure, axes = _figure(6.4, 3.6)
+    figure, axes = _figure(7.2, 3.6)
     for name in sorted({name_of(record, records) for record in records}):
         own = sorted((r for r in records if name_of(r, records) == name), key=lambda r: r.mean_steps)
         steps, scores = [r.mean_steps for r in own], [r.score for r in own]
@@ -178,7 +188,7 @@ def score_plot(records: Sequence[Record]) -> Figure:
             color=LEARNED_COLOUR if learned else COLOURS.get(own[0].policy, "#7c3aed"),
             marker="*" if learned else "o",
             markersize=14 if learned else 5,
-            linestyle="none" if learned else "-",
+            linestyle="none" if learned else LINES.get(own[0].policy, "-"),
             capsize=3,
             zorder=3 if learned else 2,
         )
@@ -187,7 +197,7 @@ def score_plot(records: Sequence[Record]) -> Figure:
     axes.set_ylim(-0.03, 1.03)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -244,6 +254,7 @@ def write_html(path: Path, sections: Sequence[Section]) -> None:
     """One self-contained page.  A file that is not such a page is never overwritten."""
     if path.exists() and not path.read_text(errors="replace").startswith(_PAGE[: _PAGE.index("<style>")]):
         raise ResultsError(f"{path} exists and is no report of unmask: give another --out")
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_PAGE.replace("{body}", "".join(_section(section) for section in sections)))
 
 
@@ -265,7 +276,8 @@ def _section(section: Section) -> str:
         rows = [list(row) for row in bound_rows(section.bound)]
         tables += _html_table(BOUND_HEADINGS, rows, [row is rows[0] for row in rows])
     title, caption = html.escape(section.title), html.escape(section.caption)
-    return f"<section><h2>{title}</h2><p>{caption}</p>{pictures}{tables}</section>"
+    legend = f"<p class=legend>{html.escape(LEGEND)}</p>"
+    return f"<section><h2>{title}</h2><p>{caption}</p>{pictures}{tables}{legend}</section>"
 
 
 def _picture(figure: Figure, caption: str) -> str:
@@ -307,6 +319,7 @@ h1 { font-size: 1.4rem } h2 { font-size: 1.15rem; margin-top: 2.5rem }
 figure { margin: 1rem 0 } figure svg { max-width: 100%; height: auto } figcaption { color: #6b7280; font-size: .85rem }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; font-size: .9rem }
 th, td { text-align: right; padding: .25rem .7rem; border-bottom: 1px solid #e5e7eb }
-th:first-child, td:first-child { text-align: left } .learned td { font-weight: 600; color: #c2410c }
+th:first-child, td:first-child { text-align: left } .legend { color: #6b7280; font-size: .85rem }
+.learned td { font-weight: 600; color: #c2410c }
 </style></head><body><h1>unmask report</h1>{body}</body></html>
 """

@@ -68,7 +68,7 @@ def test_attention_that_does_not_fit_the_prompts(shape):
 
 def test_a_budget_that_the_selector_was_not_trained_for():
     policy = Learned(small_selector((2, 5)))
-    refused("trained for T = 2, 5, not for 3 steps", PROMPTS, policy, 3)
+    refused("trained for T = 2, 5 only, not for 3 steps", PROMPTS, policy, 3)
     for max_steps in (2, 5):
         generate(DENOISER, PROMPTS, policy, max_steps)
 

@@ -397,7 +397,7 @@ def test_a_half_written_run_is_refused(base, tmp_path, missing):
 def test_a_joint_run_without_its_baseline_is_refused(base, tmp_path):
     shutil.copytree(base / "joint", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "baseline")
-    with pytest.raises(ModelFolderError, match="baseline"):
+    with pytest.raises(RunFolderError, match="plain denoiser of this run is gone"):
         load_run(tmp_path / "run")
 
 
@@ -463,3 +463,24 @@ def test_a_loss_that_is_not_finite_saves_the_last_good_state(base, tmp_path, mon
     assert not (folder / "config.json").exists(), "the run is not finished"
     with pytest.raises(ModelFolderError):
         load_run(folder)
+
+
+def test_a_finished_run_is_replaced_only_by_a_finished_one(base, tmp_path, monkeypatch):
+    """--force, then Ctrl-C: the old run is still there, beside the unfinished one; the next finished run removes it."""
+    folder = tmp_path / "run"
+    shutil.copytree(base / "frozen", folder)
+    old = weights(OrderModel.from_pretrained(folder))
+
+    def interrupted(*rest, **hook):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "run_stage", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe(base), folder, force=True, cpu=True)
+    assert same(weights(OrderModel.from_pretrained(tmp_path / "run.replaced")), old)
+    train(recipe(base), folder, force=True, cpu=True)  # replaces the unfinished one
+    assert same(weights(OrderModel.from_pretrained(tmp_path / "run.replaced")), old)
+    train(recipe(base), folder, force=True, cpu=True)  # replaces a finished one, and cleans up behind itself
+    assert not (tmp_path / "run.replaced").exists()
+    assert OrderModel.from_pretrained(folder).selector is not None

@@ -129,7 +129,7 @@ class Learned:
     def check(self, max_steps: int) -> None:
         if max_steps not in self.selector.budgets:
             budgets = ", ".join(map(str, self.selector.budgets))
-            raise ValueError(f"this selector was trained for T = {budgets}, not for {max_steps} steps: ask for those")
+            raise ValueError(f"the learned order was trained for T = {budgets} only, not for {max_steps} steps")
 
     def decide(self, step: Step) -> Decision:
         t = torch.full_like(step.num_response, step.max_steps - 1 - step.index)

@@ -68,6 +68,7 @@ class OrderModel(nn.Module):
         (folder / "config.json").unlink(missing_ok=True)
         weights = {name: tensor.detach().contiguous().cpu() for name, tensor in self.state_dict().items()}
         save_file(weights, folder / "model.safetensors")
+        (folder / "model.safetensors").chmod(0o644)  # safetensors makes it private, unlike the files beside it
         self.tokenizer.save(str(folder / "tokenizer.json"))
         checksum = _checksum(folder / "model.safetensors")
         config = {"format_version": FORMAT_VERSION, "weights_sha256": checksum, **asdict(self.config)}
@@ -86,15 +87,15 @@ class OrderModel(nn.Module):
         try:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # tokenizers raises plain Exception
-            raise ModelFolderError(f"{folder}/tokenizer.json is damaged ({_first_line(error)})") from None
+            raise _damaged(folder / "tokenizer.json", error) from None
         try:
             model = cls(config, tokenizer)
         except (TypeError, ValueError, RuntimeError) as error:  # values of the right names that build no network
-            raise ModelFolderError(f"{folder}/config.json is damaged ({_first_line(error)})") from None
+            raise _damaged(folder / "config.json", error) from None
         try:
             model.load_state_dict(load_file(folder / "model.safetensors"))
         except SafetensorError as error:
-            raise ModelFolderError(f"{folder}/model.safetensors is damaged ({_first_line(error)})") from None
+            raise _damaged(folder / "model.safetensors", error) from None
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1].strip()
             raise ModelFolderError(f"{folder}/model.safetensors does not fit config.json: {reason}") from None
@@ -137,7 +138,7 @@ def _read_config(path: Path) -> tuple[OrderModelConfig, str | None]:
         )
         return config, checksum
     except (TypeError, ValueError, KeyError) as error:
-        raise ModelFolderError(f"{path} is damaged ({_first_line(error)})") from None
+        raise _damaged(path, error) from None
 
 
 def _checksum(path: Path) -> str:
@@ -145,5 +146,6 @@ def _checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _damaged(path: Path, error: BaseException) -> ModelFolderError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return ModelFolderError(f"{path} is damaged ({reason}): restore it from a copy, or train again")

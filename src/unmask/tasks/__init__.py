@@ -35,7 +35,8 @@ def task_class(name: str) -> type[Any]:
     try:
         found = getattr(importlib.import_module(module), cls)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"task {name!r} cannot be imported: {error}") from None
+        where = "installed packages and the current folder were searched"
+        raise ValueError(f"task {name!r} cannot be imported: {error} ({where})") from None
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
         raise ValueError(f"task {name!r} must be a dataclass whose fields are its options")
     return found

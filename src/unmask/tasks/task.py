@@ -72,6 +72,36 @@ class Task(Protocol):
         """[B] exact log p(response | prompt) in nats (-inf where impossible), or None where it is not known."""
 
 
+def check_task(task: Task) -> None:
+    """Raises a ValueError of one line where a task breaks the contract in a way that would fail only later."""
+    name = getattr(task, "name", type(task).__name__)
+    for member in (
+        "name",
+        "vocabulary",
+        "length",
+        "unconditional",
+        "min_steps",
+        "entropy",
+        "layout",
+        "examples",
+        "valid",
+    ):
+        if not hasattr(task, member):
+            raise ValueError(f"task {name} has no {member!r}: see unmask.tasks.task.Task for what a task needs")
+    examples = task.examples(torch.arange(2), "train")
+    shape = (2, task.length)
+    for field in ("tokens", "response", "attention"):
+        if tuple(getattr(examples, field).shape) != shape:
+            found = list(getattr(examples, field).shape)
+            raise ValueError(f"task {name}: examples of 2 ids have {field} of shape {found}, expected {list(shape)}")
+    low, high = int(examples.tokens.min()), int(examples.tokens.max())
+    if low < 0 or high >= len(task.vocabulary):
+        size = len(task.vocabulary)
+        raise ValueError(
+            f"task {name}: tokens run from {low} to {high}, but the vocabulary has the ids 0 to {size - 1}"
+        )
+
+
 # What the generated puzzles share.  Their streams are (seed, DATA, word, ...): word 0 is the hidden structure of the
 # puzzle, the others are the splits, so that no example ever shares a draw with the structure or with the other split.
 # Draws are float64: 24 bits would tie in an argsort and bias an integer (u * k).long(); with 53 bits u * k < k holds.

@@ -109,8 +109,8 @@ class DenoiseRecipe(Optimisation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.learning_rate <= 0:
-            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
+        if not 0 < self.learning_rate <= 1:
+            raise ValueError(f"learning_rate must lie above 0 and be at most 1, got {self.learning_rate}")
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,9 @@ class OrderRecipe(Optimisation):
                 "raise it, or take baseline = 'none' or 'moving-average'"
             )
         _at_least(self, 1, "trajectories", "kl_weight")
-        _at_least(self, 0, "denoiser_rate", "selector_rate", "scorer_rate")
+        for name in ("denoiser_rate", "selector_rate", "scorer_rate"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie between 0 (frozen) and 1, got {getattr(self, name)}")
         if not (self.denoiser_rate or self.selector_rate or self.scorer_rate):
             raise ValueError("denoiser_rate, selector_rate and scorer_rate are all 0: nothing would be learned")
         if self.attach_selector and self.denoiser_rate == 0:

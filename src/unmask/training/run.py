@@ -21,10 +21,10 @@ from torch import nn
 
 from unmask.models.backbone import SIZES, Backbone, BackboneConfig
 from unmask.models.networks import Selector, SelectorConfig
-from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
+from unmask.models.order_model import ModelFolderError, OrderModel, OrderModelConfig, word_level_tokenizer
 from unmask.suggest import did_you_mean
 from unmask.tasks import make_task
-from unmask.tasks.task import Task
+from unmask.tasks.task import Task, check_task
 from unmask.training.loop import Metrics, NonFiniteError, Rates, run_stage
 from unmask.training.objectives import DenoiseObjective, OrderObjective
 from unmask.training.recipe import DenoiseRecipe, ModelRecipe, Optimisation, OrderRecipe, Recipe, RecipeError
@@ -47,7 +47,7 @@ def train(recipe: Recipe, out: Path, *, force: bool = False, cpu: bool = False) 
         torch.manual_seed(recipe.seed)
         denoiser = _denoiser(recipe, task)
         model = _with_order(denoiser, recipe) if recipe.order else denoiser
-    _prepare_folder(out, force)
+    replaced = _prepare_folder(out, force)
     (out / "recipe.json").write_text(recipe.to_json())
     metrics = Metrics(out / "metrics.jsonl")
     _place(model, recipe, accelerator)
@@ -89,6 +89,8 @@ def train(recipe: Recipe, out: Path, *, force: bool = False, cpu: bool = False) 
             before.save_pretrained(out / "baseline")
     model.requires_grad_(True).eval()
     model.save_pretrained(out)
+    if replaced is not None:
+        shutil.rmtree(replaced)
     return model
 
 
@@ -119,28 +121,42 @@ def load_run(folder: Path) -> tuple[OrderModel, OrderModel, Recipe, Task]:
     model = OrderModel.from_pretrained(folder)
     recipe, task = load_task(folder)
     joint = recipe.order is not None and recipe.order.denoiser_rate > 0
-    plain = OrderModel.from_pretrained(folder / "baseline") if joint else model
-    return model, plain, recipe, task
+    if not joint:
+        return model, model, recipe, task
+    try:
+        return model, OrderModel.from_pretrained(folder / "baseline"), recipe, task
+    except ModelFolderError as error:
+        raise RunFolderError(f"the plain denoiser of this run is gone: {error}") from None
 
 
 def _task(recipe: Recipe) -> Task:
     options = {key: value for key, value in recipe.task.items() if key != "name"}
     try:
-        return make_task(str(recipe.task["name"]), **options)
+        task = make_task(str(recipe.task["name"]), **options)
+        check_task(task)
     except ValueError as error:
         raise RecipeError(str(error)) from None
+    return task
 
 
-def _prepare_folder(out: Path, force: bool) -> None:
-    if out.exists() and not out.is_dir():
-        raise RunFolderError(f"{out} is a file: give another --out")
+def _prepare_folder(out: Path, force: bool) -> Path | None:
+    """An empty folder `out`.  A finished run that `force` replaces is kept beside it until the new one is finished."""
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise RunFolderError(f"{out} is a {'link' if out.is_symlink() else 'file'}: give another --out")
+    replaced = None
     if out.is_dir() and any(out.iterdir()):
         if not force:
             raise RunFolderError(f"{out} already holds something: give another --out, or --force to replace it")
         if not (out / "recipe.json").exists():  # a run's first file; config.json alone is any model of anybody
             raise RunFolderError(f"{out} is not a run folder, so --force will not replace it: give another --out")
-        shutil.rmtree(out)
+        if (out / "config.json").exists():
+            replaced = out.with_name(f"{out.name}.replaced")
+            shutil.rmtree(replaced, ignore_errors=True)
+            out.rename(replaced)
+        else:
+            shutil.rmtree(out)  # never finished
     out.mkdir(parents=True, exist_ok=True)
+    return replaced
 
 
 def _denoiser(recipe: Recipe, task: Task) -> OrderModel:
