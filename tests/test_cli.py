@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+import unmask
 from tests.test_report import LEARNED, heuristic
 from tests.training.small import TINY_RECIPE, contents, json_lines
 from unmask import cli
@@ -277,7 +278,12 @@ def test_an_interrupt_is_one_line(monkeypatch, call, base):
     monkeypatch.setattr("unmask.training.run.load_run", interrupted)
     code, _, err = call("evaluate", base / "frozen")
     assert code == 130
-    assert "Traceback" not in err
+    assert err.startswith("unmask: interrupted")
+    assert len(err.splitlines()) == 1
+
+
+def test_the_version(call):
+    assert call("--version")[:2] == (0, f"{unmask.__version__}\n")
 
 
 # --- evaluate ---------------------------------------------------------------------------------------------------------

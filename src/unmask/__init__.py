@@ -10,6 +10,7 @@ The names are imported when they are first used: `import unmask` itself does not
 """
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ _HOMES = {
     "load_recipe": "unmask.training.recipe",
     "train": "unmask.training.run",
 }
+
+try:
+    __version__ = version("unmask")
+except PackageNotFoundError:  # run from source, not installed
+    __version__ = "source"
 
 __all__ = [
     "Generation",

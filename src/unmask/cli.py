@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import unmask
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -29,7 +31,12 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-Force = Annotated[bool, typer.Option("--force", help="Replace an existing run folder.")]
+Force = Annotated[
+    bool,
+    typer.Option(
+        "--force", help="Replace an existing run folder; it is kept as NAME.replaced until the new run is finished."
+    ),
+]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where a GPU is present.")]
 Run = Annotated[Path, typer.Argument(help="Folder of a finished run.", show_default=False)]
 
@@ -63,9 +70,7 @@ def _refuse(message: str) -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(version("unmask"))
+        typer.echo(unmask.__version__)
         raise typer.Exit
 
 

@@ -8,12 +8,12 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+import unmask
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import IID, Learned, Margin, Policy, TopProbability
 from unmask.models.networks import Denoiser
@@ -281,17 +281,13 @@ def device_name(device: torch.device) -> str:
 
 def revision() -> str:
     """The version of unmask, and the commit where it runs from a checkout."""
-    try:
-        number = version("unmask")
-    except PackageNotFoundError:  # from source, not installed
-        number = "source"
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
-        return number
+        return unmask.__version__
     try:
         commit = subprocess.run(
             ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
-        return number
-    return f"{number}+{commit.stdout.strip()}"
+        return unmask.__version__
+    return f"{unmask.__version__}+{commit.stdout.strip()}"
