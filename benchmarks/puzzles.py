@@ -31,7 +31,7 @@ RECORDS, PAGE = ROOT / "results" / "puzzles", ROOT / "docs" / "puzzles.md"
 DEMO = "groups"
 # The recipes were tuned on seeds 0 to 9; what is published is from seeds that nobody had looked at.  A seed fixes the
 # puzzle's hidden structure, its examples, the initial weights and every draw.
-DEMO_SEEDS, PUZZLE_SEEDS, VARIANT_SEEDS = range(10, 20), range(10, 13), range(10, 11)
+DEMO_SEEDS, PUZZLE_SEEDS, VARIANT_SEEDS = range(10, 20), range(10, 12), range(10, 11)
 # Settings that the recipes do not use, kept for what they teach: name -> recipe and overrides.
 VARIANTS = {
     "addition, the sum asked for": ("addition", ["task.ask=sum"]),

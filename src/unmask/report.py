@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEARNED_COLOUR, COLOURS = "#c2410c", {"iid": "#64748b", "top-prob": "#2563eb", "margin": "#059669"}
-LINES = {"top-prob": "--", "margin": ":"}  # curves that coincide stay visible
+LINES = {"top-prob": "--"}  # where it coincides with margin, both stay visible
 LEGEND = (
     "steps: mean over the sequences, and their range. valid: with its 95% interval. distinct: different valid samples, "
     "beside the 99% range of that number for as many samples of the true distribution; (!) marks one outside. passes: "
