@@ -29,9 +29,10 @@ from unmask.training.recipe import load_recipe
 ROOT = Path(__file__).parents[1]
 RECORDS, PAGE = ROOT / "results" / "puzzles", ROOT / "docs" / "puzzles.md"
 DEMO = "groups"
-# The recipes were tuned on seeds 0 to 9; what is published is from seeds that nobody had looked at.  A seed fixes the
-# puzzle's hidden structure, its examples, the initial weights and every draw.
-DEMO_SEEDS, PUZZLE_SEEDS, VARIANT_SEEDS = range(10, 20), range(10, 12), range(10, 11)
+# The recipes were tuned on seeds 0 to 9, and kl_weight = 4 was chosen after seed 13 had failed without it; nobody had
+# looked at the seeds from 100 on.  A seed fixes the puzzle's hidden structure, its examples, the initial weights and
+# every draw.
+DEMO_SEEDS, PUZZLE_SEEDS, VARIANT_SEEDS = [*range(100, 110), *range(10, 20)], range(10, 12), range(10, 11)
 # Settings that the recipes do not use, kept for what they teach: name -> recipe and overrides.
 VARIANTS = {
     "addition, the sum asked for": ("addition", ["task.ask=sum"]),
@@ -53,8 +54,8 @@ Written by `python benchmarks/puzzles.py table` from the records in `results/puz
 
 Mean validity over seeds, with the lowest and highest seed in brackets; 1,000 samples a seed, tokens sampled at
 temperature 1. `Best heuristic` is the best of IID, top probability and margin at that number of steps, chosen after the
-fact, which favours it. The recipes were tuned on seeds 0 to 9; these are other seeds, and a seed fixes the puzzle's
-hidden structure too. `Order` says whether the denoiser learned along: for `joint` the heuristics run on the denoiser
+fact, which favours it. The recipes were tuned on seeds 0 to 9, and `kl_weight = 4` was chosen after seed 13 of `groups`
+had failed without it; nobody had looked at the seeds from 100 on. A seed fixes the puzzle's hidden structure too. `Order` says whether the denoiser learned along: for `joint` the heuristics run on the denoiser
 from before order learning, plainly trained on for as many further sequences.
 """
 
