@@ -58,8 +58,8 @@ fact, which favours it. `Order` says whether the denoiser learned along: for `jo
 from before order learning, plainly trained on for as many further sequences.
 
 A seed fixes the puzzle's hidden structure, its examples, the initial weights and every draw. The recipes were tuned on
-seeds 0 to 9, and `kl_weight = 4` was chosen after seed 13 of `groups` had failed without it; nobody had looked at the seeds
-from 100 on.
+seeds 0 to 9, and `kl_weight = 4` was chosen after seed 13 of `groups` had failed without it; nobody had looked at the
+seeds from 100 on.
 """
 
 
