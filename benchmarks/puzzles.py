@@ -155,14 +155,15 @@ def _validity(groups: dict[str, list[Run]]) -> list[str]:
         if not runs:
             continue
         task, overrides = VARIANTS.get(name, (name, []))
-        order = load_recipe(task, overrides).order
+        recipe = load_recipe(task, overrides)
+        order = recipe.order
         assert order is not None
         budgets = sorted({record.budget for run in runs for record in run.records if record.budget > order.budget})
         lines.append(
             f"| {name} | {len(runs)} | {'joint' if order.denoiser_rate else 'frozen'} | {order.budget} "
             f"| {mean(run.learned.mean_steps for run in runs):.2f} | **{_spread(run.learned.score for run in runs)}** "
             f"| {_best(runs, order.budget)} | {'; '.join(f'{_best(runs, steps)} @ {steps}' for steps in budgets)} "
-            f"| {make_task(task).min_steps or 'varies'} |"
+            f"| {make_task(**recipe.task).min_steps or 'varies'} |"
         )
     return lines
 
