@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import unmask
+from unmask.training.recipe import known_recipes, load_recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.console import Console
 
-    from unmask.evaluation import Order, Record
+    from unmask.evaluation import Record
     from unmask.models.order_model import OrderModel
     from unmask.tasks.task import Task
     from unmask.training.recipe import Recipe
@@ -39,8 +40,6 @@ Force = Annotated[
 ]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where a GPU is present.")]
 Run = Annotated[Path, typer.Argument(help="Folder of a finished run.", show_default=False)]
-
-RECIPES = "groups, addition, chain, permutation, latin-square, parity-dag"
 
 # What typer raises for an unknown command or option and for a missing or wrong value; its home differs by version.
 UsageError: Any = typer.BadParameter.__base__
@@ -89,12 +88,11 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of everything: the puzzle, its examples, training, sampling.")] = 0,
     force: Force = False,
 ) -> None:
-    """Learn an order on a small puzzle and compare it: about two minutes on a laptop CPU.
+    """Learn an order on a small puzzle and compare it: a minute or two on a laptop CPU.
 
     Trains recipe `groups`, prints a table, and writes the model, results.jsonl and report.html to runs/demo.
     Fails with exit code 1 if the learned order does not win.
     """
-    from unmask.training.recipe import load_recipe
     from unmask.training.run import train as train_run
 
     started = time.perf_counter()
@@ -117,7 +115,9 @@ def demo(
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help=f"A TOML file, or a recipe that comes with unmask: {RECIPES}.")],
+    recipe: Annotated[
+        str, typer.Argument(help=f"A TOML file, or one that comes with unmask: {', '.join(known_recipes())}.")
+    ],
     out: Annotated[Path, typer.Option(help="Run folder to write.")],
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Override a value: --set order.budget=3. May be repeated.")
@@ -126,7 +126,6 @@ def train(
     cpu: Cpu = False,
 ) -> None:
     """Train what a recipe says: a denoiser, an order for it, or both."""
-    from unmask.training.recipe import load_recipe
     from unmask.training.run import train as train_run
 
     train_run(load_recipe(recipe, set_ or []), out, force=force, cpu=cpu)
@@ -287,7 +286,6 @@ def _evaluate_run(
             wanted.append((rule, budget))
     number = examples or settings.examples
     records: list[Record] = []
-    orders: list[Order] = []
     with _progress("evaluate", number * len(wanted)) as advance:
         for rule, budget in wanted:
             record, order = evaluate(
@@ -304,7 +302,6 @@ def _evaluate_run(
             append_jsonl(run / "results.jsonl", [record])
             append_jsonl(run / "orders.jsonl", [order])
             records.append(record)
-            orders.append(order)
     _console().print(table(records, _title(run), _caption(run, records)))
     return records
 

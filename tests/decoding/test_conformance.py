@@ -10,7 +10,6 @@ from unmask.variational.selection import Bernoulli, NonEmpty
 
 BUDGETS = (1, 3, 6, 20)
 DENOISER = small_denoiser()
-SELECTOR = small_selector(BUDGETS)
 POLICIES = {
     "iid": IID(),
     "top-prob": TopProbability(),

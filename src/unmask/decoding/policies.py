@@ -63,6 +63,11 @@ def highest(score: Tensor, masked: Tensor, count: Tensor) -> Tensor:
     return masked & (rank < count[:, None])
 
 
+def highest_counted(score: Tensor, step: Step) -> Decision:
+    """Reveal the k_i masked positions with the largest score: what rules with a number have in common."""
+    return Decision(highest(score, step.masked, reveal_count(step.num_response, step.index, step.max_steps)))
+
+
 class IID:
     """Each n in M independently with probability 1 / (S - i): ancestral sampling with a linear schedule (MDLM, MD4)."""
 
@@ -84,8 +89,7 @@ class TopProbability:
         """Any budget will do."""
 
     def decide(self, step: Step) -> Decision:
-        count = reveal_count(step.num_response, step.index, step.max_steps)
-        return Decision(highest(step.confidence.log_top, step.masked, count))
+        return highest_counted(step.confidence.log_top, step)
 
 
 class Margin:
@@ -97,8 +101,7 @@ class Margin:
         """Any budget will do."""
 
     def decide(self, step: Step) -> Decision:
-        count = reveal_count(step.num_response, step.index, step.max_steps)
-        return Decision(highest(step.confidence.margin, step.masked, count))
+        return highest_counted(step.confidence.margin, step)
 
 
 class SelectorNetwork(Protocol):

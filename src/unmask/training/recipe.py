@@ -203,13 +203,18 @@ def recipe_folder() -> Path:
     return installed if installed.is_dir() else Path(__file__).parents[3] / "recipes"
 
 
+def known_recipes() -> list[str]:
+    """The names of the recipes that come with unmask."""
+    return sorted(recipe.stem for recipe in recipe_folder().glob("*.toml"))
+
+
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe by path, or by the name of one that comes with unmask, with `key.key=value` overrides applied."""
     path = Path(name)
     if not path.is_file():
         path = recipe_folder() / f"{name}.toml"
     if not path.is_file():
-        known = sorted(recipe.stem for recipe in recipe_folder().glob("*.toml"))
+        known = known_recipes()
         raise RecipeError(
             f"no recipe {str(name)!r}; {did_you_mean(str(name), known)}give a file or one of {', '.join(known)}"
         )
