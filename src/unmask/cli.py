@@ -268,6 +268,8 @@ def _evaluate_run(
     cpu: bool,
 ) -> list[Record]:
     """Evaluate policies x budgets, the recipe's where none are named; print the table and add to the run's results."""
+    import torch
+
     from unmask.evaluation import evaluate, policy_named
     from unmask.report import append_jsonl, table
 
@@ -275,6 +277,7 @@ def _evaluate_run(
     settings = recipe.evaluate
     names = policies or [*(["learned"] if model.selector is not None else []), *settings.policies]
     own = list(model.selector.budgets) if model.selector is not None else []
+    sizes = task.examples(torch.arange(1), "test").response.sum(-1)
     wanted = []
     for name in names:
         rule = policy_named(name, model)
@@ -282,7 +285,7 @@ def _evaluate_run(
         for budget in own if name == "learned" and not policies else asked:
             if budget < 1:
                 raise ValueError(f"--steps must be at least 1, got {budget}")
-            rule.check(budget)
+            rule.check(budget, sizes)
             wanted.append((rule, budget))
     number = examples or settings.examples
     records: list[Record] = []

@@ -15,11 +15,10 @@ from torch import Tensor
 
 import unmask
 from unmask.decoding.generate import generate
-from unmask.decoding.policies import IID, Learned, Margin, Policy, TopProbability
+from unmask.decoding.policies import Learned, Policy, parse_policy
 from unmask.models.networks import Denoiser
 from unmask.models.order_model import OrderModel
 from unmask.streams import Purpose, uniforms
-from unmask.suggest import did_you_mean
 from unmask.tasks.diversity import distinct_range, num_distinct
 from unmask.tasks.task import Task
 from unmask.training.objectives import OrderObjective, padding, read_denoiser
@@ -79,19 +78,9 @@ class Order:
     layout: list[list[int]]
 
 
-POLICIES: dict[str, type[IID | TopProbability | Margin]] = {p.name: p for p in (IID, TopProbability, Margin)}
-
-
-def policy_named(name: str, model: OrderModel) -> Policy:
-    """The rule of this name; `learned` takes the selector of `model`."""
-    if name == Learned.name:
-        if model.selector is None:
-            raise ValueError("this run has no learned order: train one with an [order] section, or name another policy")
-        return Learned(model.selector)
-    if name not in POLICIES:
-        names = [*POLICIES, Learned.name]
-        raise ValueError(f"unknown policy {name!r}; {did_you_mean(name, names)}choose from {', '.join(names)}")
-    return POLICIES[name]()
+def policy_named(text: str, model: OrderModel) -> Policy:
+    """The rule that a string names; those that need a network take the selector of `model`."""
+    return parse_policy(text, model.selector)
 
 
 def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
@@ -165,7 +154,7 @@ def evaluate(
         num_forwards=forwards,
         temperature=temperature,
         eos_policy="none",
-        selector=policy.selector.selection.name if isinstance(policy, Learned) else None,
+        selector=policy.network.selection.name if isinstance(policy, Learned) else None,
         denoiser=weights_hash(model.denoiser),
         seconds=round(seconds, 3),
         seed=seed,

@@ -31,11 +31,12 @@ class Purpose(IntEnum):
 
 
 _GOLDEN = 0x9E3779B97F4A7C15
+_WORD = 0xFFFFFFFFFFFFFFFF
 
 
 def _signed(word: int) -> int:
     """The 64 bits of `word` as the signed integer that torch.int64 holds."""
-    word &= 0xFFFFFFFFFFFFFFFF
+    word &= _WORD
     return word - (1 << 64) if word >> 63 else word
 
 
@@ -44,24 +45,34 @@ def _shift_right(h: Tensor, bits: int) -> Tensor:
     return (h >> bits) & ((1 << (64 - bits)) - 1)
 
 
+def _mix_word(h: int) -> int:
+    """`_mix` of one Python integer: words that are not tensors must not travel to the device at every draw."""
+    h &= _WORD
+    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+    h = (h ^ (h >> 27)) * 0x94D049BB133111EB & _WORD
+    return h ^ (h >> 31)
+
+
 def _mix(h: Tensor) -> Tensor:
     h = (h ^ _shift_right(h, 30)) * _signed(0xBF58476D1CE4E5B9)
     h = (h ^ _shift_right(h, 27)) * _signed(0x94D049BB133111EB)
     return h ^ _shift_right(h, 31)
 
 
-def _hash(seed: int, *words: int | Tensor) -> Tensor:
+def _hash(seed: int | Tensor, *words: int | Tensor) -> Tensor:
     """h of the formula above, in the broadcast shape of the words."""
-    device = next((word.device for word in words if isinstance(word, Tensor)), torch.device("cpu"))
-    h = _mix(torch.tensor(_signed(seed), dtype=torch.int64, device=device))
+    h = _mix(seed) if isinstance(seed, Tensor) else _mix_word(seed)
     for j, word in enumerate(words, start=1):
-        if not isinstance(word, Tensor):
-            word = torch.tensor(_signed(int(word)), dtype=torch.int64, device=device)
-        h = _mix(h ^ _mix(word + _signed(j * _GOLDEN)))
-    return h
+        shifted = _mix(word + _signed(j * _GOLDEN)) if isinstance(word, Tensor) else _mix_word(int(word) + j * _GOLDEN)
+        if isinstance(h, int) and isinstance(shifted, int):
+            h = _mix_word(h ^ shifted)
+        else:
+            one, other = (_signed(part) if isinstance(part, int) else part for part in (h, shifted))
+            h = _mix(torch.as_tensor(one ^ other))
+    return h if isinstance(h, Tensor) else torch.tensor(_signed(h))
 
 
-def uniforms(seed: int, *words: int | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def uniforms(seed: int | Tensor, *words: int | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Uniform numbers in [0, 1), one for each element of the broadcast shape of `words` (integers or int64 tensors).
 
     float32 gets the top 24 bits and float64 the top 53 of the same hash, so both dtypes see the same draws up to

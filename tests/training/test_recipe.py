@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from tests.training.small import TINY_RECIPE
-from unmask.evaluation import POLICIES
 from unmask.tasks import make_task
 from unmask.training.recipe import EvaluateRecipe, Recipe, RecipeError, load_recipe, recipe_folder
 
@@ -74,7 +73,7 @@ def test_by_path_and_by_name_is_the_same():
 
 
 def test_the_policies_of_a_recipe_are_the_heuristics():
-    assert EvaluateRecipe().policies == tuple(POLICIES)
+    assert EvaluateRecipe().policies == ("iid", "top-prob", "margin")
 
 
 # --- what a good recipe becomes ---------------------------------------------------------------------------------------

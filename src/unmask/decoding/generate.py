@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from unmask import streams
-from unmask.decoding.confidence import Confidence, confidence, log_probabilities, spread
-from unmask.decoding.policies import Policy, Step
-
-
-class Denoiser(Protocol):
-    """What generation asks of a model.  `logits` gives the mask token no mass."""
-
-    @property
-    def mask_token_id(self) -> int: ...
-
-    def hidden(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
-        """[B, L, D] from tokens [B, L] and attention [B, L] bool (False on padding)."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[M, V] from hidden states [M, D]."""
+from unmask.decoding.canvas import Canvas, blank_canvas
+from unmask.decoding.policies.rule import Policy
+from unmask.decoding.stepper import Denoiser, Stepper
+from unmask.decoding.tokens import TokenChoice
 
 
 @dataclass(frozen=True)
@@ -33,14 +19,16 @@ class Generation:
     """B sequences of L positions.  Steps are counted per sequence, from 0."""
 
     tokens: Tensor  # [B, L]
-    reveal_step: Tensor  # [B, L]: the step that revealed each response token, -1 on prompt and padding
-    num_steps: Tensor  # [B]: denoiser passes that this sequence took part in
-    nothing_selected: Tensor  # [B]: steps in which a `bernoulli` selector chose nothing
+    reveal_step: Tensor  # [B, L]: the step of each response token's last reveal, -1 on prompt and padding
+    revisions: Tensor  # [B, L]: how often it was masked again
+    num_steps: Tensor  # [B]: the steps that this sequence took part in
+    num_passes: Tensor  # [B]: denoiser passes that they cost it, guidance included
+    nothing_selected: Tensor  # [B]: steps in which a selector chose nothing and the rule fell back
     attention: Tensor  # [B, L] bool: False on padding
-    num_forwards: int  # denoiser rows evaluated, all sequences together
+    num_forwards: int  # denoiser rows evaluated, all sequences together, idle rows of a compiled batch included
+    memory_bytes: int  # what the rule kept between steps
 
 
-@torch.no_grad()
 def generate(
     denoiser: Denoiser,
     prompts: Tensor | Sequence[Tensor],
@@ -49,118 +37,128 @@ def generate(
     *,
     seed: int = 0,
     ids: Tensor | None = None,
-    temperature: float = 0.0,
     attention: Tensor | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    guidance: float = 0.0,
+    eos_token_id: int | None = None,
+    min_length: int = 0,
+    stop_at_eos: bool = False,
+    batch_size: int | None = None,
+    compile: bool = False,
+    on_finished: Callable[[int], None] = lambda sequences: None,
 ) -> Generation:
     """Fill in the mask tokens of `prompts` in at most `max_steps` parallel steps.
 
     prompts: [B, L] with the mask token wherever something is to be written (any set of positions), or a list of such
         sequences of different lengths, which are padded on the left.
-    attention: [B, L] bool, False on padding; only with a [B, L] tensor of prompts.
     ids: [B], what names a sequence's random stream; by default its place in `prompts`.  A sequence's result depends on
         itself, its id and the seed, never on the batch around it.
-    temperature: 0 takes the most probable token, 1 samples from the denoiser's own distribution.
+    attention: [B, L] bool, False on padding; only with a [B, L] tensor of prompts.
+    temperature ... stop_at_eos: see `TokenChoice`.
+    batch_size: of more prompts than this, the next one enters as soon as one is finished.
+    compile: fixed shapes, torch.compile, and CUDA graphs on a GPU; worth its minute of compilation for many sequences.
+        To call it again and again, keep an `Engine`.
+    on_finished: called with the number of sequences that have just been finished.
     """
-    if max_steps < 1:
-        raise ValueError(f"max_steps must be at least 1, got {max_steps}")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must not be negative and must be finite, got {temperature}")
-    policy.check(max_steps)
-    tokens, attention = _canvas(prompts, attention, denoiser.mask_token_id)
-    response = (tokens == denoiser.mask_token_id) & attention
-    if not response.any(-1).all():
-        empty = int((~response.any(-1)).nonzero()[0, 0])
-        raise ValueError(f"prompt {empty} has an empty response: put the mask token where something is to be written")
-    B, device = len(tokens), tokens.device
-    ids = torch.arange(B, device=device) if ids is None else ids.to(device)
-    if ids.shape != (B,):
-        raise ValueError(f"ids must name each of the {B} prompts once, got shape {list(ids.shape)}")
-    num_response = response.sum(-1)
-    position = attention.long().cumsum(-1) - 1  # [B, L]: names a draw, whatever the padding
+    choice = TokenChoice(temperature, top_p, top_k, guidance, eos_token_id, min_length, stop_at_eos)
+    engine = Engine(denoiser, policy, max_steps, choice, batch_size=batch_size, compile=compile)
+    return engine.generate(prompts, seed=seed, ids=ids, attention=attention, on_finished=on_finished)
 
-    masked = response.clone()
-    reveal_step = torch.full_like(tokens, -1)
-    num_steps = torch.zeros_like(num_response)
-    nothing_selected = torch.zeros_like(num_response)
-    for i in range(max_steps):
-        rows = masked.any(-1).nonzero()[:, 0]  # finished sequences take part in no further pass
-        if len(rows) == 0:
-            break
-        at = masked[rows]  # [b, L]
-        hidden = denoiser.hidden(tokens[rows], attention[rows])
-        log_p = log_probabilities(denoiser.logits(hidden[at]))  # [M, V], the masked positions only
-        if torch.isnan(log_p).any():
-            sequence = int(rows[at.nonzero()[torch.isnan(log_p).any(-1)][0, 0]])
-            raise ValueError(f"the denoiser's logits are not finite for sequence {sequence} at step {i}")
-        words = ids[rows, None], position[rows]
-        token_uniforms = streams.uniforms(seed, streams.Purpose.TOKEN, i, *words, dtype=torch.float64)[at]
-        proposal = choose_tokens(log_p, temperature, token_uniforms)  # [M]
 
-        if i == max_steps - 1:
-            reveal = at
+class Engine:
+    """`generate` with its settings fixed.  A compiled one keeps what it compiled for prompts of the same shape."""
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        policy: Policy,
+        max_steps: int,
+        choice: TokenChoice | None = None,
+        *,
+        batch_size: int | None = None,
+        compile: bool = False,
+    ) -> None:
+        if max_steps < 1:
+            raise ValueError(f"max_steps must be at least 1, got {max_steps}")
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self.denoiser, self.policy, self.max_steps = denoiser, policy, max_steps
+        self.choice, self.batch_size, self.compile = choice or TokenChoice(), batch_size, compile
+        self._kept: tuple[Stepper, Canvas] | None = None
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Tensor | Sequence[Tensor],
+        *,
+        seed: int = 0,
+        ids: Tensor | None = None,
+        attention: Tensor | None = None,
+        on_finished: Callable[[int], None] = lambda sequences: None,
+    ) -> Generation:
+        """As `unmask.generate`."""
+        whole = blank_canvas(prompts, attention, ids, self.denoiser.mask_token_id)
+        self.policy.check(self.max_steps, whole.num_response)
+        whole.memory = self.policy.remember(len(whole), whole.tokens.shape[1], whole.tokens.device)
+        sizes = whole.num_response.tolist()
+        stepper, active = self._start(whole, seed)
+        entered = min(len(active), len(whole))  # sequences that are or were in the batch
+        to_read, left, forwards = sum(sizes[:entered]), len(whole), 0
+        while left:
+            forwards += len(active) * stepper.passes
+            done, to_read = stepper.advance(active, to_read)
+            if not any(done):
+                continue
+            slots = torch.tensor(done, device=active.row.device).nonzero()[:, 0]
+            finished = active.take(slots)
+            whole.put(finished.row, finished)
+            left -= len(slots)
+            on_finished(len(slots))
+            fresh = whole.take(slice(entered, entered + len(slots)))
+            active.put(slots[: len(fresh)], fresh)
+            active.live[slots[len(fresh) :]] = False
+            to_read += sum(sizes[entered : entered + len(fresh)])
+            entered += len(fresh)
+            if not self.compile and len(fresh) < len(slots):  # finished rows leave the batch
+                active = active.take(active.live.nonzero()[:, 0])
+        return Generation(
+            tokens=whole.tokens,
+            reveal_step=whole.reveal_step,
+            revisions=whole.revisions,
+            num_steps=whole.index,
+            num_passes=whole.index * stepper.passes,
+            nothing_selected=whole.nothing_selected,
+            attention=torch.ones_like(whole.response) if whole.attention is None else whole.attention,
+            num_forwards=forwards,
+            memory_bytes=stepper.num_bytes(active),
+        )
+
+    def _start(self, whole: Canvas, seed: int) -> tuple[Stepper, Canvas]:
+        """The first batch, and what takes it further."""
+        size = self.batch_size or len(whole)
+        active = whole.take(slice(size))
+        if self.compile and len(active) < size:  # fixed shapes: the rows that are missing idle
+            active = whole.take(torch.arange(size, device=whole.row.device).clamp(max=len(whole) - 1))
+            active.live[len(whole) :], active.masked[len(whole) :] = False, False
+        active.slot = torch.arange(len(active), device=active.slot.device)
+        if self._kept is not None and self._fits(*self._kept, active):
+            stepper, kept = self._kept
+            kept.put(active.slot, active)
+            active = kept
         else:
-            said = Confidence(*(spread(value, at) for value in confidence(log_p)))
-            step = Step(
-                index=i,
-                max_steps=max_steps,
-                masked=at,
-                num_response=num_response[rows],
-                confidence=said,
-                hidden=hidden,
-                attention=attention[rows],
-                uniforms=partial(_reveal_uniforms, seed, i, *words),
-            )
-            decision = policy.decide(step)
-            reveal = decision.reveal & at
-            if decision.nothing_selected is not None:
-                nothing_selected[rows] += decision.nothing_selected
+            stepper = Stepper(self.denoiser, self.policy, self.max_steps, self.choice, active, self.compile)
+            self._kept = (stepper, active) if self.compile else None
+        stepper.seed.fill_(seed)
+        return stepper, active
 
-        tokens[rows] = torch.where(reveal, spread(proposal, at), tokens[rows])
-        reveal_step[rows] = torch.where(reveal, i, reveal_step[rows])
-        masked[rows] = at & ~reveal
-        num_steps[rows] += 1
-    return Generation(tokens, reveal_step, num_steps, nothing_selected, attention, int(num_steps.sum()))
-
-
-def choose_tokens(log_p: Tensor, temperature: float, uniforms: Tensor) -> Tensor:
-    """Tokens [M] from log-probabilities [M, V]: the arg-max at temperature 0, else by inverse CDF, one uniform each.
-
-    p_v^(1/temperature) / Z; a token of probability zero is never chosen.
-    """
-    if temperature == 0:
-        return log_p.argmax(-1)
-    log_p = log_p.double()
-    # Relative to the most probable before the division, or a tiny temperature takes every token to -inf.
-    cdf = ((log_p - log_p.amax(-1, keepdim=True)) / temperature).softmax(-1).cumsum(-1)
-    total = cdf[:, -1:]
-    target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True)[:, 0]
-
-
-def _canvas(prompts: Tensor | Sequence[Tensor], attention: Tensor | None, mask_token_id: int) -> tuple[Tensor, Tensor]:
-    """Tokens [B, L] and attention [B, L]; sequences of different lengths are padded on the left."""
-    if isinstance(prompts, Tensor):
-        if prompts.ndim != 2 or len(prompts) == 0:
-            raise ValueError(f"prompts must be [B, L] with B >= 1, got shape {list(prompts.shape)}")
-        attention = torch.ones_like(prompts) if attention is None else attention.to(prompts.device)
-        if attention.shape != prompts.shape:
-            raise ValueError(f"attention has shape {list(attention.shape)}, the prompts have {list(prompts.shape)}")
-        return prompts.to(torch.long, copy=True), attention.bool()  # tokenizers give 0 and 1
-    if len(prompts) == 0:
-        raise ValueError("the list of prompts is empty")
-    if attention is not None:
-        raise ValueError("a list of prompts is padded here: leave attention out")
-    length = max(len(prompt) for prompt in prompts)
-    # What stands on the padding is never attended to; the mask token is the one id that is sure to exist.
-    tokens = torch.full((len(prompts), length), mask_token_id, device=prompts[0].device)
-    attention = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        tokens[row, length - len(prompt) :] = prompt
-        attention[row, length - len(prompt) :] = True
-    return tokens, attention
-
-
-def _reveal_uniforms(seed: int, step: int, ids: Tensor, position: Tensor) -> Tensor:
-    """[b, L + 1]: one draw a position, and under the position -1 one for the whole sequence."""
-    words = torch.cat([position, torch.full_like(position[:, :1], -1)], dim=-1)
-    return streams.uniforms(seed, streams.Purpose.REVEAL, step, ids, words, dtype=torch.float64)
+    @staticmethod
+    def _fits(stepper: Stepper, kept: Canvas, active: Canvas) -> bool:
+        """Whether what was compiled before can take this batch."""
+        return (
+            kept.tokens.shape == active.tokens.shape
+            and kept.tokens.device == active.tokens.device
+            and (kept.attention is None) == (active.attention is None)
+            and int(active.num_response.max()) <= stepper.longest
+        )

@@ -107,12 +107,12 @@ class Selector(nn.Module):
         confidences: Tensor,  # [B, L, 3]: top probability, margin, entropy in nats; 0 where not masked
         masked: Tensor,  # [B, L] bool
         t: Tensor,  # [B], t >= 1 matters; at t = 0 everything is revealed and nobody asks
-        budget: int,
+        budget: int | Tensor,  # T, the same for all rows or [B]
         attention: Tensor | None = None,  # [B, L] bool
     ) -> Tensor:
         """Logits s [B, L]."""
         t = t.clamp(min=1).to(torch.promote_types(hidden.dtype, torch.float32))  # log t must not be rounded to bfloat16
-        total = torch.full_like(t, budget)
+        total = torch.zeros_like(t) + budget
         time = torch.stack([t / total, 1 / t, t.log(), total.log()], dim=-1).to(hidden.dtype)  # [B, 4]
         said = torch.cat([confidences, masked[..., None]], dim=-1).to(hidden.dtype)
         x = self.read_hidden(hidden) + self.read_confidences(said) + self.read_time(time)[:, None]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unmask.decoding.confidence import confidence, log_probabilities, spread
+from unmask.decoding.confidence import confidence, features, log_probabilities, spread
 from unmask.models.networks import Denoiser
 from unmask.models.order_model import OrderModel
 from unmask.streams import Purpose, uniforms
@@ -161,7 +161,7 @@ class OrderObjective(nn.Module):
         attention = None if padding(examples) is None else examples.attention[row]
         with torch.set_grad_enabled(self.learn_denoiser and torch.is_grad_enabled()):
             reading = read_denoiser(self.model.denoiser, tokens, at, attention)
-        said, hidden = confidence(reading.log_p).features(), reading.hidden
+        said, hidden = features(confidence(reading.log_p)), reading.hidden
         if not self.attach_selector:
             said, hidden = said.detach(), hidden.detach()
         logits = model.selector(hidden, spread(said, at), at, t[row], self.budget, attention)  # [R, L]

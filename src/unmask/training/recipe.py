@@ -151,7 +151,7 @@ class OrderRecipe(Optimisation):
 class EvaluateRecipe:
     examples: int = 1000
     temperature: float = 1.0
-    policies: tuple[Literal["iid", "top-prob", "margin"], ...] = ("iid", "top-prob", "margin")  # beside the learned
+    policies: tuple[str, ...] = ("iid", "top-prob", "margin")  # beside the learned: see `unmask policies`
     budgets: tuple[int, ...] = ()  # for the heuristics; the learned order runs at its own
 
     def __post_init__(self) -> None:
@@ -159,6 +159,10 @@ class EvaluateRecipe:
         _at_least(self, 0, "temperature")
         if any(budget < 1 for budget in self.budgets):
             raise ValueError(f"budgets must be at least 1, got {list(self.budgets)}")
+        from unmask.decoding.policies import check_policy  # here, because it imports torch and `--help` must not
+
+        for policy in self.policies:
+            check_policy(policy)
 
 
 @dataclass(frozen=True)

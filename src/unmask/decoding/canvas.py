@@ -1,0 +1,119 @@
+"""The sequences being written, and everything that is counted about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Canvas:
+    """b sequences of L positions, each at its own step."""
+
+    row: Tensor  # [b]: its place among the prompts
+    id: Tensor  # [b]: names its random streams
+    slot: Tensor  # [b]: its place in the batch, for what the loop keeps beside the canvas
+    live: Tensor  # [b] bool: False where a batch of fixed size has nothing to do any more
+    tokens: Tensor  # [b, L]
+    attention: Tensor | None  # [b, L] bool: False on padding; None: no padding anywhere
+    position: Tensor  # [b, L]: names a draw, whatever the padding
+    response: Tensor  # [b, L] bool: what is written
+    place: Tensor  # [b, L]: which response position each one is, from 0
+    num_response: Tensor  # [b]: N
+    masked: Tensor  # [b, L] bool
+    index: Tensor  # [b]: i, the steps taken
+    reveal_step: Tensor  # [b, L]: the step of the last reveal, -1 before it
+    revisions: Tensor  # [b, L]: how often it was masked again
+    nothing_selected: Tensor  # [b]: steps in which a selector chose nothing
+    log_reveal: Tensor  # [b, L]: log p of the token when it was revealed, where the rule asks for it
+    memory: dict[str, Tensor]  # [b, ...] each: the rule's own
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def take(self, rows: Tensor | slice) -> Canvas:
+        """A copy of some rows."""
+        return Canvas(**{field.name: _pick(getattr(self, field.name), rows) for field in fields(self)})
+
+    def put(self, rows: Tensor, other: Canvas) -> None:
+        """Overwrite rows in place; the slots stay."""
+        for field in fields(self):
+            if field.name not in ("slot", "memory") and getattr(self, field.name) is not None:
+                getattr(self, field.name)[rows] = getattr(other, field.name)
+        for name, kept in self.memory.items():
+            kept[rows] = other.memory[name]
+
+    def num_bytes(self) -> int:
+        """Of the rule's memory."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.memory.values())
+
+
+def blank_canvas(
+    prompts: Tensor | Sequence[Tensor], attention: Tensor | None, ids: Tensor | None, mask_token_id: int
+) -> Canvas:
+    """Prompts as a canvas; those of different lengths are padded on the left."""
+    tokens, attended = _rectangle(prompts, attention, mask_token_id)
+    B, device = len(tokens), tokens.device
+    ids = torch.arange(B, device=device) if ids is None else ids.to(device)
+    if ids.shape != (B,):
+        raise ValueError(f"ids must name each of the {B} prompts once, got shape {list(ids.shape)}")
+    response = (tokens == mask_token_id) & attended
+    num_response = response.sum(-1)
+    if not num_response.all():
+        empty = int((num_response == 0).nonzero()[0, 0])
+        raise ValueError(f"prompt {empty} has an empty response: put the mask token where something is to be written")
+    rows = torch.arange(B, device=device)
+    return Canvas(
+        row=rows,
+        id=ids,
+        slot=rows.clone(),
+        live=torch.ones_like(rows, dtype=torch.bool),
+        tokens=tokens,
+        attention=None if attended.all() else attended,
+        position=attended.long().cumsum(-1) - 1,
+        response=response,
+        place=response.long().cumsum(-1) - 1,
+        num_response=num_response,
+        masked=response.clone(),
+        index=torch.zeros_like(rows),
+        reveal_step=torch.full_like(tokens, -1),
+        revisions=torch.zeros_like(tokens),
+        nothing_selected=torch.zeros_like(rows),
+        log_reveal=torch.zeros(tokens.shape, dtype=torch.float64, device=device),
+        memory={},
+    )
+
+
+def _rectangle(
+    prompts: Tensor | Sequence[Tensor], attention: Tensor | None, mask_token_id: int
+) -> tuple[Tensor, Tensor]:
+    """Tokens [B, L] and attention [B, L] bool."""
+    if isinstance(prompts, Tensor):
+        if prompts.ndim != 2 or len(prompts) == 0:
+            raise ValueError(f"prompts must be [B, L] with B >= 1, got shape {list(prompts.shape)}")
+        attention = torch.ones_like(prompts) if attention is None else attention.to(prompts.device)
+        if attention.shape != prompts.shape:
+            raise ValueError(f"attention has shape {list(attention.shape)}, the prompts have {list(prompts.shape)}")
+        return prompts.to(torch.long, copy=True), attention.bool()  # tokenizers give 0 and 1
+    if len(prompts) == 0:
+        raise ValueError("the list of prompts is empty: give at least one")
+    if attention is not None:
+        raise ValueError("a list of prompts is padded here: leave attention out")
+    length = max(len(prompt) for prompt in prompts)
+    # What stands on the padding is never attended to; the mask token is the one id that is sure to exist.
+    tokens = torch.full((len(prompts), length), mask_token_id, device=prompts[0].device)
+    attended = torch.zeros_like(tokens, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        tokens[row, length - len(prompt) :] = prompt
+        attended[row, length - len(prompt) :] = True
+    return tokens, attended
+
+
+def _pick(value: Any, rows: Tensor | slice) -> Any:
+    if isinstance(value, dict):
+        return {name: _pick(tensor, rows) for name, tensor in value.items()}
+    return None if value is None else value[rows].clone()

@@ -1,0 +1,138 @@
+"""As many masks as the denoiser is sure of, at least one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import KW_ONLY, dataclass, field
+
+import torch
+from torch import Tensor
+
+from unmask.decoding.policies.ranked import (
+    LeftToRight,
+    Ranked,
+    TopProbability,
+    check_confidence,
+    confidence_read,
+)
+from unmask.decoding.policies.rule import Decision, Policy, Step, Which, descending, first, highest, require, written
+
+
+@dataclass(frozen=True)
+class Threshold(Policy):
+    """All masks with c_n >= threshold; if there is none, the one with the largest c_n (Fast-dLLM)."""
+
+    short = "threshold"
+    threshold: float = 0.9
+    _: KW_ONLY
+    confidence: Which = "max"
+
+    def __post_init__(self) -> None:
+        require(0 < self.threshold <= 1, f"threshold must be above 0 and at most 1, got {self.threshold}")
+        check_confidence(self.confidence)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return confidence_read(self.confidence)
+
+    def decide(self, step: Step) -> Decision:
+        log_c = step.log_c(self.confidence)
+        best = highest(log_c, step.masked, torch.ones_like(step.index))
+        return Decision(best | (step.masked & (log_c >= math.log(self.threshold))))
+
+
+@dataclass(frozen=True)
+class Factor(Policy):
+    """c sorted from the largest: the longest prefix whose r-th (r >= 2) has c >= 1 - f / (r + 1) (Fast-dLLM).
+
+    The first is always revealed.  c falls and the bar rises with r, so the prefix ends where the bar is first missed.
+    """
+
+    short = "factor"
+    factor: float = 1.0
+    _: KW_ONLY
+    confidence: Which = "max"
+
+    def __post_init__(self) -> None:
+        require(0 < self.factor < float("inf"), f"factor must be above 0, got {self.factor}")
+        check_confidence(self.confidence)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return confidence_read(self.confidence)
+
+    def decide(self, step: Step) -> Decision:
+        log_c = step.log_c(self.confidence)
+        order = descending(log_c, step.masked)
+        c = log_c.gather(-1, order).exp()  # [b, L]: from the largest
+        r = torch.arange(1, c.shape[-1] + 1, device=c.device)
+        sure = (c >= 1 - self.factor / (r + 1)) | (r == 1)
+        return Decision(step.masked & first(order, sure.long().cumprod(-1).sum(-1)))
+
+
+@dataclass(frozen=True)
+class EntropyBounded(Policy):
+    """In the order of c (or of margin, or of entropy): the longest prefix with (sum of H) - (max of H) <= gamma.
+
+    At least one (Ben-Hamu et al. 2025).  The difference bounds what writing the prefix in parallel can lose, and it
+    never falls as the prefix grows.
+    """
+
+    short = "eb"
+    gamma: float = 0.1
+    _: KW_ONLY
+    order: Ranked = field(default_factory=TopProbability)
+
+    def __post_init__(self) -> None:
+        require(0 <= self.gamma < float("inf"), f"eb: gamma must not be negative, got {self.gamma}")
+        allowed = isinstance(self.order, Ranked) and not isinstance(self.order, LeftToRight)
+        require(allowed, f"eb orders by top-prob, margin or entropy, not by {written(self.order)}")
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return self.order.reads | {"entropy"}
+
+    def decide(self, step: Step) -> Decision:
+        order = descending(self.order.score(step), step.masked)
+        H = torch.where(step.masked, step.said["entropy"], 0.0).gather(-1, order)  # [b, L]
+        lost = H.cumsum(-1) - H.cummax(-1).values
+        alone = torch.arange(H.shape[-1], device=H.device) == 0
+        return Decision(step.masked & first(order, ((lost <= self.gamma) | alone).long().cumprod(-1).sum(-1)))
+
+
+@dataclass(frozen=True)
+class KLStable(Policy):
+    """All masks with c_n > tau and KL(p_n now || p_n at the pass before) < eps at each of the last h passes (KLASS).
+
+    No position is stable before pass h + 1.  If there is none: top probability with k_i.
+    It keeps the last pass's distribution: N x V floats a sequence.
+    """
+
+    short = "klass"
+    tau: float = 0.9
+    eps: float = 0.01
+    h: int = 2
+    _: KW_ONLY
+    confidence: Which = "max"
+
+    def __post_init__(self) -> None:
+        require(0 <= self.tau < 1, f"klass: tau must be at least 0 and below 1, got {self.tau}")
+        require(self.eps > 0, f"klass: eps must be above 0, got {self.eps}")
+        require(self.h >= 1, f"klass: h must be at least 1, got {self.h}")
+        check_confidence(self.confidence)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return confidence_read(self.confidence) | {"change"}
+
+    def remember(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
+        return {"stable": torch.zeros(rows, length, dtype=torch.long, device=device)}  # passes in a row with KL < eps
+
+    def decide(self, step: Step) -> Decision:
+        log_c = step.log_c(self.confidence)
+        still = (step.said["change"] < self.eps) & (step.index > 0)[:, None]  # the first pass has none before it
+        stable = torch.where(still, step.memory["stable"] + 1, 0)
+        log_tau = math.log(self.tau) if self.tau else -math.inf
+        sure = step.masked & (log_c > log_tau) & (stable >= self.h)
+        counted = highest(log_c, step.masked, step.count())
+        return Decision(torch.where(sure.any(-1, keepdim=True), sure, counted), memory={"stable": stable})

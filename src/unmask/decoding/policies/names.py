@@ -1,0 +1,122 @@
+"""Strings become rules here and nowhere else: `margin`, `threshold:0.9`, `blocks(32,stochastic(margin,0.5))`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import MISSING, Field, fields
+from typing import Any, cast, get_args, get_origin, get_type_hints
+
+from unmask.decoding.policies.adaptive import EntropyBounded, Factor, KLStable, Threshold
+from unmask.decoding.policies.network import Learned, OneAtATime, RewardTrained, SelectorNetwork
+from unmask.decoding.policies.ranked import Entropy, LeftToRight, Margin, Stochastic, TopProbability
+from unmask.decoding.policies.remasking import P2, RDM, ReMDMCap, ReMDMConf, ReMDMRescale
+from unmask.decoding.policies.rule import Policy, default, written
+from unmask.decoding.policies.structured import IID, Blocks, Dilated
+from unmask.suggest import did_you_mean
+
+_CLASSES: tuple[type[Policy], ...] = (
+    *(IID, TopProbability, Margin, Entropy, LeftToRight, Stochastic),
+    *(Threshold, Factor, EntropyBounded, KLStable, Dilated, Blocks),
+    *(RDM, P2, ReMDMCap, ReMDMRescale, ReMDMConf),
+    *(Learned, OneAtATime, RewardTrained),
+)
+RULES: dict[str, type[Policy]] = {rule.short: rule for rule in _CLASSES}
+
+
+def parse_policy(text: str, network: SelectorNetwork | None = None) -> Policy:
+    """The rule that `text` names.  `network` is the selector of the rules that need one."""
+    match = re.fullmatch(r"\s*([a-z0-9-]+)\s*(?::\s*([^:()]+)|\((.*)\))?\s*", text, flags=re.DOTALL)
+    if match is None:
+        raise ValueError(f"cannot read the policy {text!r}: write it as margin, threshold:0.9 or blocks(32,margin)")
+    short, single, several = match.groups()
+    if short not in RULES:
+        raise ValueError(f"unknown policy {short!r}; {did_you_mean(short, RULES)}choose from {', '.join(RULES)}")
+    rule = RULES[short]
+    arguments = [single] if single is not None else _split(several, text) if several and several.strip() else []
+    values: dict[str, Any] = {}
+    if _needs_network(rule):
+        if network is None:
+            raise ValueError(f"{short} needs a learned order, and there is none: train one with an [order] section")
+        values["network"] = network
+    types, positional = get_type_hints(rule), [p for p in parameters(rule) if not p.kw_only]
+    for place, argument in enumerate(part.strip() for part in arguments):
+        name, equals, value = argument.partition("=")
+        # `deterministic` alone sets a switch; an `=` inside brackets belongs to a rule in there.
+        if not re.fullmatch(r"[a-z_]+", name.strip()) or (not equals and types.get(name) is not bool):
+            if place >= len(positional):
+                raise ValueError(f"{text}: {usage(rule)} has no place for {argument!r}")
+            name, value = positional[place].name, argument
+        name = name.strip()
+        if name not in {p.name for p in parameters(rule)}:
+            raise ValueError(f"{text}: {short} has no parameter {name!r}; write it as {usage(rule)}")
+        if name in values:
+            raise ValueError(f"{text}: {name} is given twice")
+        values[name] = _value(value.strip(), types[name], f"{text}: {name}", network)
+    missing = [p.name for p in positional if p.name not in values and default(p) is MISSING]
+    if missing:
+        raise ValueError(f"{text}: {' and '.join(missing)} missing; write it as {usage(rule)}")
+    return rule(**values)
+
+
+def check_policy(text: str) -> None:
+    """ValueError where `text` names no rule, whether or not there is a network for it yet."""
+    parse_policy(text, network=cast(SelectorNetwork, object()))
+
+
+def parameters(rule: type[Policy]) -> list[Field[Any]]:
+    """What a string may say about a rule: all of its fields but the network."""
+    return [field for field in fields(rule) if field.repr]  # type: ignore[arg-type]
+
+
+def usage(rule: type[Policy]) -> str:
+    """How a rule is written, with its defaults: `threshold(0.9,confidence=max)`."""
+    shown = []
+    for parameter in parameters(rule):
+        value = parameter.name.upper() if default(parameter) is MISSING else written(default(parameter))
+        shown.append(f"{parameter.name}={value}" if parameter.kw_only else value)
+    return f"{rule.short}({','.join(shown)})" if shown else rule.short
+
+
+def summary(rule: type[Policy]) -> str:
+    """The first sentence or two of its docstring: one line."""
+    return " ".join((rule.__doc__ or "").split("\n\n")[0].split())
+
+
+def _needs_network(rule: type[Policy]) -> bool:
+    return any(field.name == "network" for field in fields(rule))  # type: ignore[arg-type]
+
+
+def _split(arguments: str, text: str) -> list[str]:
+    """At the commas that are not inside brackets."""
+    depth, parts = 0, [""]
+    for letter in arguments:
+        depth += (letter == "(") - (letter == ")")
+        if depth < 0:
+            break
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    if depth != 0:
+        raise ValueError(f"cannot read the policy {text!r}: its brackets do not match")
+    return parts
+
+
+def _value(text: str, wanted: Any, what: str, network: SelectorNetwork | None) -> Any:
+    """A parameter's text as the type that its field declares."""
+    if get_origin(wanted) is not None:  # Literal
+        choices = get_args(wanted)
+        if text not in choices:
+            raise ValueError(f"{what} must be {' or '.join(choices)}, got {text!r}")
+        return text
+    if wanted is bool:
+        if text not in ("", "true", "false"):
+            raise ValueError(f"{what} must be true or false, got {text!r}")
+        return text != "false"
+    if wanted in (int, float):
+        try:
+            return wanted(text)
+        except ValueError:
+            kind = "a whole number" if wanted is int else "a number"
+            raise ValueError(f"{what} must be {kind}, got {text!r}") from None
+    return parse_policy(text, network)

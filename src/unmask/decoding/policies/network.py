@@ -1,0 +1,124 @@
+"""A network decides, from the denoiser's hidden states and confidences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from unmask.decoding.confidence import FEATURES, features
+from unmask.decoding.policies.rule import Decision, Policy, Step, highest, require
+from unmask.variational.selection import Bernoulli, Selection
+
+
+class ScoringNetwork(Protocol):
+    """Logits [b, L] from (hidden, confidences [b, L, 3], masked, t [b], budget [b], attention)."""
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """The numbers of steps S that it was trained for."""
+
+    def __call__(
+        self, hidden: Tensor, confidences: Tensor, masked: Tensor, t: Tensor, budget: Tensor, attention: Tensor | None
+    ) -> Tensor: ...
+
+
+class SelectorNetwork(ScoringNetwork, Protocol):
+    selection: Selection  # its form: `bernoulli` or `nonempty`
+
+
+class _Scored(Policy):
+    network: ScoringNetwork
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return FEATURES
+
+    def check(self, max_steps: int, num_response: Tensor) -> None:
+        if max_steps not in self.network.budgets:
+            budgets = ", ".join(map(str, self.network.budgets))
+            raise ValueError(f"the learned order was trained for T = {budgets} only, not for {max_steps} steps")
+
+    def logits(self, step: Step) -> Tensor:
+        """[b, L] at t = S - 1 - i."""
+        said = torch.where(step.masked[..., None], features(step.said), 0.0)
+        t = step.max_steps - 1 - step.index
+        return self.network(step.hidden, said, step.masked, t, step.max_steps, step.attention)
+
+
+@dataclass(frozen=True)
+class Learned(_Scored):
+    """r ~ P_psi(r_t | x_{t+1}) with t = S - 1 - i, where S is a budget that the selector was trained for (ours).
+
+    `nonempty`: drawn from the product conditioned on r != 0, exactly the model of the bound.
+    `bernoulli`: r_n ~ Bern(p_n); where none is selected, the most probable position, and the result counts it.
+
+    Knobs that need no retraining; with any of them set, it is no longer the model of the bound:
+    temperature divides the logits, floor is the least p_n, cap the most reveals a step (the most probable of those
+    selected), deterministic reveals p_n >= 1/2 instead of drawing.
+    """
+
+    short = "learned"
+    network: SelectorNetwork = field(repr=False)
+    _: KW_ONLY
+    temperature: float = 1.0
+    floor: float = 0.0
+    cap: int = 0
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        require(0 < self.temperature < float("inf"), f"learned: temperature must be above 0, got {self.temperature}")
+        require(0 <= self.floor < 1, f"learned: floor must be at least 0 and below 1, got {self.floor}")
+        require(self.cap >= 0, f"learned: cap must be 0 (none) or more, got {self.cap}")
+
+    def decide(self, step: Step) -> Decision:
+        scores = self.logits(step)
+        logits = scores / self.temperature if self.temperature != 1 else scores
+        if self.floor:
+            logits = logits.clamp(min=math.log(self.floor / (1 - self.floor)))
+        if self.deterministic:
+            reveal = step.masked & (logits >= 0)
+        else:
+            reveal = self.network.selection.sample(logits, step.masked, step.uniforms())
+        if self.cap:
+            reveal = highest(logits, reveal, torch.full_like(step.index, self.cap))
+        empty = step.masked.any(-1) & ~reveal.any(-1)
+        fallback = empty[:, None] & highest(logits, step.masked, torch.ones_like(step.index))
+        return Decision(reveal | fallback, nothing_selected=empty, scores=scores)
+
+
+@dataclass(frozen=True)
+class OneAtATime(_Scored):
+    """One mask a step, from softmax(order logits over M) (LO-ARM, Wang et al. 2025)."""
+
+    short = "lo-arm"
+    network: ScoringNetwork = field(repr=False)
+
+    def decide(self, step: Step) -> Decision:
+        scores = self.logits(step)
+        u = step.uniforms()[:, :-1].clamp(min=2.0**-54)  # log 0
+        # The largest of  s_n - log(-log u_n)  is a draw from softmax(s).
+        perturbed = scores.double() - torch.log(-torch.log(u))
+        return Decision(highest(perturbed, step.masked, torch.ones_like(step.index)), scores=scores)
+
+
+@dataclass(frozen=True)
+class RewardTrained(_Scored):
+    """r_n ~ Bern(sigmoid(b_n / temperature)); none: the most probable, counted (Jazbec et al. 2025)."""
+
+    short = "reward"
+    network: ScoringNetwork = field(repr=False)
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(0 < self.temperature < float("inf"), f"reward: temperature must be above 0, got {self.temperature}")
+
+    def decide(self, step: Step) -> Decision:
+        scores = self.logits(step)
+        reveal = Bernoulli().sample(scores / self.temperature, step.masked, step.uniforms())
+        empty = step.masked.any(-1) & ~reveal.any(-1)
+        fallback = empty[:, None] & highest(scores, step.masked, torch.ones_like(step.index))
+        return Decision(reveal | fallback, nothing_selected=empty, scores=scores)

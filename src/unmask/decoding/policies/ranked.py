@@ -1,0 +1,118 @@
+"""A score ranks the masks, a count cuts: the k_i best are revealed.  k_i = N div S, plus one for the first N mod S."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+from torch import Tensor
+
+from unmask.decoding.policies.rule import Decision, Policy, Step, Which, highest, require, written
+
+
+class Ranked(Policy):
+    """Reveals the k_i masks with the largest score.  Rules that need an order take one of these."""
+
+    def score(self, step: Step) -> Tensor:
+        """[b, L]: the largest are revealed first."""
+        raise NotImplementedError
+
+    def weight(self, step: Step) -> Tensor:
+        """[b, L]: the score on the scale that a temperature divides."""
+        return self.score(step)
+
+    def decide(self, step: Step) -> Decision:
+        return Decision(highest(self.score(step), step.masked, step.count()))
+
+
+@dataclass(frozen=True)
+class TopProbability(Ranked):
+    """The k_i largest c_n = max_v p_n(v) (MaskGIT; LLaDA's `low_confidence`)."""
+
+    short = "top-prob"
+    _: KW_ONLY
+    confidence: Which = "max"
+
+    def __post_init__(self) -> None:
+        check_confidence(self.confidence)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return confidence_read(self.confidence)
+
+    def score(self, step: Step) -> Tensor:
+        return step.log_c(self.confidence)
+
+    def weight(self, step: Step) -> Tensor:
+        return self.score(step).exp()  # c, as Dream's `alg_temp` divides it, not log c
+
+
+@dataclass(frozen=True)
+class Margin(Ranked):
+    """The k_i largest p_n(1st) - p_n(2nd) (Kim et al. 2025)."""
+
+    short = "margin"
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset({"margin"})
+
+    def score(self, step: Step) -> Tensor:
+        return step.said["margin"]
+
+
+@dataclass(frozen=True)
+class Entropy(Ranked):
+    """The k_i smallest entropies H_n (Dream's `entropy`; beware: two public codes rank by +H)."""
+
+    short = "entropy"
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset({"entropy"})
+
+    def score(self, step: Step) -> Tensor:
+        return -step.said["entropy"]
+
+
+@dataclass(frozen=True)
+class LeftToRight(Ranked):
+    """The k_i leftmost masks: the autoregressive limit."""
+
+    short = "left-to-right"
+
+    def score(self, step: Step) -> Tensor:
+        return -step.place().double()
+
+
+@dataclass(frozen=True)
+class Stochastic(Policy):
+    """k_i masks drawn without replacement with weights softmax(score / temperature) (Dream's `alg_temp`).
+
+    By Gumbel-top-k: the k largest of  score_n / temperature - log(-log u_n)  are such a draw.
+    """
+
+    short = "stochastic"
+    order: Ranked
+    temperature: float
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.order, Ranked), f"stochastic needs an order such as margin, not {written(self.order)}")
+        require(0 < self.temperature < float("inf"), f"stochastic: temperature must be above 0, got {self.temperature}")
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return self.order.reads
+
+    def decide(self, step: Step) -> Decision:
+        u = step.uniforms()[:, :-1].clamp(min=2.0**-54)  # log 0
+        perturbed = self.order.weight(step).double() / self.temperature - torch.log(-torch.log(u))
+        return Decision(highest(perturbed, step.masked, step.count()))
+
+
+def confidence_read(confidence: Which) -> frozenset[str]:
+    return frozenset({"log_top" if confidence == "max" else "log_proposal"})
+
+
+def check_confidence(confidence: str) -> None:
+    require(confidence in ("max", "sampled"), f"confidence must be max or sampled, got {confidence!r}")

@@ -1,0 +1,142 @@
+"""What a rule is told, what it answers, and what it declares about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unmask.decoding.confidence import Confidence
+from unmask.decoding.schedules import reveal_count
+
+Which = Literal["max", "sampled"]  # c_n = max_v p_n(v), or p_n(x_n) of the token proposed
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rule may look at: b sequences of L positions, each at its own step of its own budget."""
+
+    index: Tensor  # [b]: i
+    max_steps: Tensor  # [b]: S
+    tokens: Tensor  # [b, L]
+    masked: Tensor  # [b, L] bool: M
+    response: Tensor  # [b, L] bool: the N positions that are written, masked or not
+    num_response: Tensor  # [b]: N
+    attention: Tensor | None  # [b, L] bool; None: no padding
+    uniforms: Callable[[], Tensor]  # [b, L + 1] on call: one a position, one for the whole sequence
+    memory: dict[str, Tensor]  # what the rule kept from the step before
+    # From the denoiser's pass; absent for a rule that declares `reads = frozenset()`.
+    proposal: Tensor = field(default_factory=lambda: torch.empty(0))  # [b, L]: x_n where the rule may look
+    said: Confidence = field(default_factory=lambda: Confidence())  # [b, L] each: what the rule declares in `reads`
+    hidden: Tensor = field(default_factory=lambda: torch.empty(0))  # [b, L, D]
+    log_reveal: Tensor = field(default_factory=lambda: torch.empty(0))  # [b, L]: log p(x_n) when n was revealed
+
+    def count(self) -> Tensor:
+        """k_i [b]."""
+        return reveal_count(self.num_response, self.index, self.max_steps)
+
+    def place(self) -> Tensor:
+        """j [b, L]: which response position of its sequence each one is, from 0; meaningless outside the response."""
+        return self.response.long().cumsum(-1) - 1
+
+    def log_c(self, confidence: Which) -> Tensor:
+        """log c_n [b, L]."""
+        return self.said["log_top"] if confidence == "max" else self.said["log_proposal"]
+
+
+class Decision(NamedTuple):
+    """What a rule answers.  `reveal` counts where masked, `remask` where revealed; the rest is ignored."""
+
+    reveal: Tensor  # [b, L] bool
+    remask: Tensor | None = None  # [b, L] bool
+    nothing_selected: Tensor | None = None  # [b] bool: rows in which a selector chose nothing and the rule fell back
+    scores: Tensor | None = None  # [b, L]: a network's; the loop refuses them where masked and not finite
+    memory: dict[str, Tensor] | None = None  # what to keep for the next step
+
+
+class Policy:
+    """An unmasking rule: a frozen dataclass whose fields are its parameters.
+
+    `name` is how the command line writes it: positional parameters always, keyword-only ones where they differ from
+    their default.  `parse_policy(rule.name)` gives the rule back.
+    """
+
+    short: ClassVar[str]
+    remasks: ClassVar[bool] = False  # then it runs all S steps
+    everywhere: ClassVar[bool] = False  # it also looks at what is already revealed: the whole response is projected
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The keys of `Confidence` that it looks at.  None: it decides before the pass, and only what it reveals is
+        projected to the vocabulary."""
+        return frozenset()
+
+    @property
+    def name(self) -> str:
+        shown, parameters = [], [p for p in fields(self) if p.repr]  # type: ignore[arg-type]
+        for parameter in parameters:
+            value = getattr(self, parameter.name)
+            if not parameter.kw_only:
+                shown.append(written(value))
+            elif value != default(parameter):
+                shown.append(parameter.name if value is True else f"{parameter.name}={written(value)}")
+        if not shown:
+            return self.short
+        if len(shown) == 1 and not parameters[0].kw_only:
+            return f"{self.short}:{shown[0]}"
+        return f"{self.short}({','.join(shown)})"
+
+    def check(self, max_steps: int, num_response: Tensor) -> None:
+        """Raise ValueError where the rule cannot run with this budget on responses of these sizes [B]."""
+
+    def remember(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
+        """What it keeps between steps, as it is before the first: tensors [rows, ...]."""
+        return {}
+
+    def decide(self, step: Step) -> Decision:
+        """Which masks to reveal at this step, and what to mask again.  Tensors only: nothing may wait for the device.
+
+        Rows at their last step are asked too, and overruled.
+        """
+        raise NotImplementedError
+
+
+def written(value: object) -> str:
+    """A parameter's value as the command line writes it."""
+    if isinstance(value, Policy):
+        return value.name
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return str(value)
+
+
+def default(parameter: Field[Any]) -> Any:
+    """The default of a field, MISSING where it has none."""
+    return parameter.default if parameter.default_factory is MISSING else parameter.default_factory()
+
+
+def descending(score: Tensor, among: Tensor) -> Tensor:
+    """[b, L]: the positions `among` by falling score, ties to the leftmost, and behind them all the others."""
+    lowest = torch.finfo(score.dtype).min  # a position that counts is above all others, even with a score of -inf
+    ranked = torch.where(among, score.clamp(min=lowest), -torch.inf)
+    return ranked.sort(dim=-1, descending=True, stable=True).indices
+
+
+def first(order: Tensor, count: Tensor) -> Tensor:
+    """[b, L] bool: the first `count` [b] positions of `order` [b, L]."""
+    early = torch.arange(order.shape[-1], device=order.device) < count[:, None]
+    return torch.zeros_like(early).scatter(-1, order, early)
+
+
+def highest(score: Tensor, among: Tensor, count: Tensor) -> Tensor:
+    """[b, L] bool: the `count` [b] positions `among` [b, L] with the largest score, ties to the leftmost."""
+    return among & first(descending(score, among), count)
+
+
+def require(condition: bool, message: str) -> None:
+    """Parameters out of range, in one line."""
+    if not condition:
+        raise ValueError(message)

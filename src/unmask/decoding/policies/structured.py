@@ -1,0 +1,88 @@
+"""By position or by chance, whatever the denoiser says; and blocks, which hold any rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from unmask.decoding.policies.rule import Decision, Policy, Step, require
+
+
+@dataclass(frozen=True)
+class IID(Policy):
+    """Each mask independently with probability 1 / (S - i): ancestral sampling, linear schedule (MDLM, MD4, SMDM)."""
+
+    short = "iid"
+
+    def decide(self, step: Step) -> Decision:
+        left = (step.max_steps - step.index).clamp(min=1).double()
+        return Decision(step.uniforms()[:, :-1] < (1 / left)[:, None])
+
+
+@dataclass(frozen=True)
+class Dilated(Policy):
+    """Round r = i + 1: the masks j with j mod stride = 0, stride = max(1, floor(N / 2^r)) (DUS).
+
+    j counts the response from 0; over after ceil(log2 N) rounds at most.  Inside `blocks`, N is the block.
+    """
+
+    short = "dus"
+
+    def decide(self, step: Step) -> Decision:
+        rounds = (step.index + 1).clamp(max=62)  # a shift by 63 is no number any more
+        stride = (step.num_response >> rounds).clamp(min=1)
+        return Decision(step.place() % stride[:, None] == 0)
+
+
+@dataclass(frozen=True)
+class Blocks(Policy):
+    """A rule inside ceil(N / size) blocks of the response, left to right (LLaDA's semi-autoregressive decoding).
+
+    b blocks get S div b steps each, one more for the first S mod b; the rule sees the block as its whole response, with
+    its own i, S and N.  A block that finishes early starts the next at once.
+    """
+
+    short = "blocks"
+    size: int
+    inner: Policy
+
+    def __post_init__(self) -> None:
+        require(self.size >= 1, f"blocks: the size must be at least 1, got {self.size}")
+        require(isinstance(self.inner, Policy), f"blocks needs a rule such as margin, not {self.inner!r}")
+        inside = not (self.inner.remasks or isinstance(self.inner, Blocks) or hasattr(self.inner, "network"))
+        require(inside, f"blocks cannot hold {self.inner.name}: give a rule that never re-masks and needs no network")
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return self.inner.reads
+
+    def check(self, max_steps: int, num_response: Tensor) -> None:
+        smallest, largest = int(num_response.min()), int(num_response.max())
+        require(smallest >= self.size, f"blocks of {self.size} are larger than a response of {smallest} tokens")
+        blocks = -(-largest // self.size)
+        require(
+            max_steps >= blocks,
+            f"a response of {largest} tokens has {blocks} blocks of {self.size}: give at least {blocks} steps, "
+            f"not {max_steps}",
+        )
+
+    def remember(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
+        block = torch.full((rows,), -1, device=device)
+        return {"block": block, "used": torch.zeros_like(block)} | self.inner.remember(rows, length, device)
+
+    def decide(self, step: Step) -> Decision:
+        block = step.place() // self.size  # [b, L]
+        current = torch.where(step.masked, block, block.shape[-1]).amin(-1)  # [b]: that of the leftmost mask
+        used = torch.where(current == step.memory["block"], step.memory["used"], 0)
+        blocks = (step.num_response + self.size - 1) // self.size
+        steps = step.max_steps // blocks + (current < step.max_steps % blocks).long()
+        inside = step.response & (block == current[:, None])
+        masked = step.masked & inside
+        decision = self.inner.decide(
+            replace(step, index=used, max_steps=steps, masked=masked, response=inside, num_response=inside.sum(-1))
+        )
+        last = (used >= steps - 1)[:, None]
+        memory = (decision.memory or {}) | {"block": current, "used": used + 1}
+        return decision._replace(reveal=masked & (decision.reveal | last), memory=memory)
