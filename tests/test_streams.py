@@ -1,3 +1,6 @@
+from itertools import product
+
+import pytest
 import torch
 
 from tests.statistics import assert_follows
@@ -49,3 +52,58 @@ def test_stratified_fills_every_stratum_once_whoever_draws_it():
         assert sorted((u * total).long().tolist()) == list(range(total))
         half = stratified(0, Purpose.TIME, step, slots=torch.arange(6, 12), total=total)
         assert torch.equal(half, u[6:])
+
+
+# --- streams never change silently ------------------------------------------------------------------------------------
+
+WORDS = torch.tensor([-1, 0, 1, 2**40])
+BITS = [
+    5918134674589588,
+    5358032359643693,
+    2667673005516073,
+    1575571877823790,
+]  # of uniforms(-3, TOKEN, 5, WORDS, 7), the top 53
+
+
+def test_pinned_draws():
+    """Records name their seeds: another number here is another result there."""
+    u = uniforms(0, Purpose.REVEAL, 7, 11, torch.arange(3), dtype=torch.float64)
+    assert u.tolist() == [0.3672373858677668, 0.42981547314636837, 0.3081885656875615]
+    assert (uniforms(-3, Purpose.TOKEN, 5, WORDS, 7, dtype=torch.float64) * 2**53).long().tolist() == BITS
+    assert integers(123, Purpose.EXAMPLE, 1, torch.arange(2)).tolist() == [4384687980236103846, 2715004943864277165]
+    assert uniforms(2**63 + 5).item() == 0.29908424615859985
+    assert list(Purpose) == list(range(1, 8))
+
+
+def slow_uniform(seed, *words):
+    """The formula of the module's docstring with Python's integers."""
+    full = 2**64 - 1
+
+    def mix(h):
+        h &= full
+        h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9 & full
+        h = (h ^ (h >> 27)) * 0x94D049BB133111EB & full
+        return h ^ (h >> 31)
+
+    h = mix(seed)
+    for j, word in enumerate(words, start=1):
+        h = mix(h ^ mix(word + j * 0x9E3779B97F4A7C15))
+    return (h >> 11) * 2.0**-53
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**62 + 12345, -(2**63)])
+def test_a_word_is_a_word_whether_it_is_a_tensor_or_not(seed):
+    """The seed as a number and as a tensor; integers before, between and behind tensors."""
+    for words in ((3, 4, 5), (Purpose.TOKEN, -1, 2**40), (-(2**63), 2**63 - 1, 0), (7,), ()):
+        expected = slow_uniform(seed, *(int(word) for word in words))
+        for choice in product((False, True), repeat=len(words) + 1):
+            one, *others = (
+                torch.tensor(int(word)) if is_tensor else word
+                for word, is_tensor in zip((seed, *words), choice, strict=True)
+            )
+            assert uniforms(one, *others, dtype=torch.float64).item() == expected
+    column, row = torch.arange(4)[:, None], torch.arange(-1, 2)
+    drawn = uniforms(torch.tensor(seed), Purpose.REVEAL, column, 9, row, dtype=torch.float64)
+    assert drawn.shape == (4, 3)
+    assert torch.equal(drawn, uniforms(seed, Purpose.REVEAL, column, 9, row, dtype=torch.float64))
+    assert drawn[2, 0].item() == slow_uniform(seed, Purpose.REVEAL, 2, 9, -1)

@@ -1,15 +1,18 @@
-"""Small models for generation: a random float64 transformer with a random selector, and lookup tables."""
+"""What the tests of generation share: small models, lookup tables, every rule, and prompts of every kind."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from unmask.decoding.generate import Generation
+from unmask.decoding.policies import Blocks, Policy, parse_policy
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser, Selector, SelectorConfig
-from unmask.variational.selection import NonEmpty, Selection
+from unmask.variational.selection import Bernoulli, NonEmpty, Selection
 
 V = 11
 MASK = V
@@ -21,7 +24,7 @@ def small_denoiser(seed: int = 0) -> Denoiser:
     config = BackboneConfig(width=16, layers=1, heads=2, intermediate=24, max_length=64, absolute_positions=True)
     denoiser = Denoiser(config, V).double().requires_grad_(False)
     for parameter in denoiser.parameters():
-        parameter.normal_(std=0.4)
+        parameter.normal_(std=0.8)  # top probabilities from 0.4 to 0.9
     return denoiser
 
 
@@ -35,12 +38,33 @@ def small_selector(budgets: tuple[int, ...], selection: Selection | None = None,
     return selector
 
 
+@dataclass(frozen=True)
+class ReadsFirst:
+    """A selector that reads the first 16 numbers of a hidden state: some denoisers below carry more in theirs."""
+
+    selector: Selector
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        return self.selector.budgets
+
+    @property
+    def selection(self) -> Selection:
+        return self.selector.selection
+
+    def __call__(self, hidden: Tensor, *rest: Tensor) -> Tensor:
+        logits: Tensor = self.selector(hidden[..., :16], *rest)
+        return logits
+
+
 @dataclass
 class Recorded:
-    """A denoiser that keeps the canvas of every pass."""
+    """A denoiser that keeps the canvas of every pass, and how many positions were projected to the vocabulary."""
 
     denoiser: Denoiser
     passes: list[Tensor] = field(default_factory=list)
+    projected: list[int] = field(default_factory=list)  # positions, of each call of `logits`
+    calls: list[int] = field(default_factory=list)  # how many calls of `logits` had come before each pass
 
     @property
     def mask_token_id(self) -> int:
@@ -48,10 +72,17 @@ class Recorded:
 
     def hidden(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
         self.passes.append(tokens.clone())
+        self.calls.append(len(self.projected))
         return self.denoiser.hidden(tokens, attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        self.projected.append(len(hidden))
         return self.denoiser.logits(hidden)
+
+    def projected_after(self, first: int, last: int) -> int:
+        """Positions projected between pass `first` and pass `last` (before the one after it)."""
+        ends = [*self.calls, len(self.projected)]
+        return sum(self.projected[ends[first] : ends[last + 1]])
 
 
 @dataclass(frozen=True)
@@ -92,3 +123,103 @@ class TabularSelector:
         self, hidden: Tensor, confidences: Tensor, masked: Tensor, t: Tensor, budget: int, attention: Tensor | None
     ) -> Tensor:
         return self.psi[t, hidden[:, 0, 0].long()]
+
+
+# --- every rule -------------------------------------------------------------------------------------------------------
+
+BUDGETS = (1, 3, 6, 13)  # that the selectors were "trained" for; the last is longer than every response below
+NONEMPTY = ReadsFirst(small_selector(BUDGETS, NonEmpty()))
+BERNOULLI = ReadsFirst(small_selector(BUDGETS, Bernoulli()))
+POLICIES: dict[str, Policy] = {
+    text: parse_policy(text, NONEMPTY)  # type: ignore[arg-type]
+    for text in (
+        *("iid", "top-prob", "top-prob(confidence=sampled)", "margin", "entropy", "left-to-right"),
+        *("stochastic(margin,0.5)", "stochastic(top-prob(confidence=sampled),0.1)"),
+        *("threshold:0.7", "threshold(0.8,confidence=sampled)", "factor:1.5", "factor(2,confidence=sampled)"),
+        *("eb:0.6", "eb(1.5,order=entropy)", "eb(2,order=margin)"),
+        *("klass", "klass(0.2,0.05,1)", "klass(0.1,0.1,2,confidence=sampled)", "dus"),
+        *("blocks(3,iid)", "blocks(3,top-prob)", "blocks(2,dus)", "blocks(3,klass(0.2,0.05,1))"),
+        *("blocks(3,threshold:0.7)", "blocks(2,stochastic(entropy,0.5))"),
+        *("rdm", "rdm(cosine,cond)", "rdm(linear,cond)", "p2", "remdm-cap:0.5", "remdm-rescale:0.5", "remdm-conf"),
+        *("learned", "learned(temperature=2,floor=0.2)", "learned(cap=2)", "learned(deterministic)"),
+        *("lo-arm", "reward:3"),
+    )
+}
+POLICIES["learned, bernoulli"] = parse_policy("learned", BERNOULLI)  # type: ignore[arg-type]
+
+m = MASK
+PROMPTS = [
+    torch.tensor(prompt)
+    for prompt in (
+        [3, 1, 4, m, m, m, m, m],  # a prefix
+        [m, 5, m, m, 9, m, 2, m, m, 6, m, m],  # clues
+        [10, m, 10],  # one token to write
+        [m, m, m, m, m, m, m, m, m, m, m],  # nothing given
+        [2, 7, m, m, m, 1, 8],  # infilling
+        [m, m, 0],  # a suffix
+        [0, 0, m, m, m, m, m, m, m, m, m, m, m, m, 4],  # the longest
+    )
+]
+LONGER = {2: torch.tensor([10, m, m, 10, m]), 5: torch.tensor([m, m, m, m, 0])}  # what blocks of 3 need
+
+
+def prompts_for(policy: Policy) -> list[Tensor]:
+    """Seven of different lengths; no response is shorter than a block."""
+    if isinstance(policy, Blocks):
+        return [LONGER.get(row, prompt) for row, prompt in enumerate(PROMPTS)]
+    return PROMPTS
+
+
+def results(out: Generation, row: int) -> dict[str, object]:
+    """All that is reported of one sequence, padding left out."""
+    here = out.attention[row]
+    return {
+        "tokens": out.tokens[row, here].tolist(),
+        "reveal_step": out.reveal_step[row, here].tolist(),
+        "revisions": out.revisions[row, here].tolist(),
+        "num_steps": out.num_steps[row].item(),
+        "num_passes": out.num_passes[row].item(),
+        "nothing_selected": out.nothing_selected[row].item(),
+    }
+
+
+def all_results(out: Generation) -> list[dict[str, object]]:
+    return [results(out, row) for row in range(len(out.tokens))]
+
+
+# --- what happened, from what the denoiser saw ------------------------------------------------------------------------
+
+
+def histories(denoiser: Recorded, out: Generation, batch_size: int | None = None) -> list[list[Tensor]]:
+    """The canvases of each sequence without padding: one a step, and what came out.
+
+    It follows the batch by `num_steps` alone: the next prompt takes the place of one that is finished, and when none
+    waits, rows leave.  A batch that is not as full as that is an assertion error.
+    """
+    B, passes = len(out.tokens), int(out.num_passes[0] // out.num_steps[0])
+    waiting, seen_of = list(range(B)), [[] for _ in range(B)]
+    batch = [waiting.pop(0) for _ in range(min(batch_size or B, B))]
+    for seen in denoiser.passes[::passes]:
+        assert len(seen) == len(batch), "rows that the batch should not hold, or too few"
+        for row, canvas in zip(batch, seen, strict=True):
+            seen_of[row].append(canvas[out.attention[row]])
+        stays = [len(seen_of[row]) < out.num_steps[row] for row in batch]
+        batch = [row if stay else waiting.pop(0) if waiting else None for row, stay in zip(batch, stays, strict=True)]
+        batch = [row for row in batch if row is not None]
+    assert not batch, "the denoiser saw fewer passes than are reported"
+    assert not waiting
+    return [[*seen, out.tokens[row, out.attention[row]]] for row, seen in enumerate(seen_of)]
+
+
+def accounts(history: list[Tensor]) -> tuple[list[int], list[int]]:
+    """(step of the last reveal, number of times masked again) of each position, by comparing canvas with canvas."""
+    reveal_step, revisions = [-1] * len(history[0]), [0] * len(history[0])
+    for step, (before, after) in enumerate(pairwise(history)):
+        for n, (old, new) in enumerate(zip(before.tolist(), after.tolist(), strict=True)):
+            if old == MASK and new != MASK:
+                reveal_step[n] = step
+            elif old != MASK and new == MASK:
+                revisions[n] += 1
+            else:
+                assert old == new, "a token was exchanged without being masked"
+    return reveal_step, revisions

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from unmask.decoding.confidence import confidence, log_probabilities
+from unmask.decoding.confidence import Confidence, confidence, features, log_probabilities, spread
 
 TABLES = {
     "random": torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).mul(2).tolist(),
@@ -12,6 +12,8 @@ TABLES = {
     "ties": [[1.0, 1.0, 1.0, 1.0], [0.0, 3.0, 3.0, -1.0]],
     "huge": [[1e4, 0.0, -1e4], [-800.0, -801.0, -802.0]],
 }
+EVERYTHING = frozenset(Confidence.__annotations__)
+each_table = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
 
 
 def slow_softmax(logits):
@@ -20,9 +22,20 @@ def slow_softmax(logits):
     return [weight / sum(weights) for weight in weights]
 
 
-@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
+def slow_log_softmax(logits):
+    """Where p underflows, its log does not."""
+    highest = max(logits)
+    total = sum(math.exp(value - highest) for value in logits)
+    return [value - highest - math.log(total) for value in logits]
+
+
+def tensor(table):
+    return torch.tensor(table, dtype=torch.float64)
+
+
+@each_table
 def test_the_three_confidences(table):
-    log_p = log_probabilities(torch.tensor(table, dtype=torch.float64))
+    log_p = log_probabilities(tensor(table))
     said = confidence(log_p)
     for row, logits in enumerate(table):
         p = slow_softmax(logits)
@@ -30,19 +43,102 @@ def test_the_three_confidences(table):
         ranked = sorted([*p, 0.0], reverse=True)  # with V = 1 there is no second: its probability is 0
         entropy = -sum(value * math.log(value) for value in p if value > 0)
         expected = [ranked[0], ranked[0] - ranked[1], entropy]
-        assert said.log_top[row].item() == pytest.approx(math.log(ranked[0]), abs=1e-12)
-        assert said.margin[row].item() == pytest.approx(expected[1], abs=1e-12)
-        assert said.entropy[row].item() == pytest.approx(entropy, abs=1e-12)
-        assert said.features()[row].tolist() == pytest.approx(expected, abs=1e-12)
+        assert said["log_top"][row].item() == pytest.approx(math.log(ranked[0]), abs=1e-12)
+        assert said["margin"][row].item() == pytest.approx(expected[1], abs=1e-12)
+        assert said["entropy"][row].item() == pytest.approx(entropy, abs=1e-12)
+        assert features(said)[row].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@each_table
+def test_the_log_probability_of_a_token(table):
+    """Of the one proposed and of the one that stands there: every token in turn, impossible ones too."""
+    for token in range(len(table[0])):
+        here = torch.full((len(table),), token)
+        other = (here + 1) % len(table[0])
+        said = confidence(tensor(table), frozenset({"log_proposal", "log_current"}), proposal=here, current=other)
+        for row, logits in enumerate(table):
+            log_p = slow_log_softmax(logits)
+            assert said["log_proposal"][row].item() == pytest.approx(log_p[token], abs=1e-12)
+            assert said["log_current"][row].item() == pytest.approx(log_p[int(other[row])], abs=1e-12)
+
+
+def test_a_change_is_the_kl_of_now_from_before():
+    """KL(now || before), in this order, also where a token has no mass now or had none before."""
+    now = [[0.5, 0.5, 0.0], [0.9, 0.05, 0.05], [1.0, 0.0, 0.0], [0.2, 0.3, 0.5], [0.4, 0.6, 0.0], [0.4, 0.5, 0.1]]
+    before = [[0.25, 0.25, 0.5], [0.1, 0.1, 0.8], [1.0, 0.0, 0.0], [0.2, 0.3, 0.5], [0.5, 0.5, 0.0], [0.5, 0.5, 0.0]]
+    said = confidence(3 + tensor(now).log(), frozenset({"change"}), previous=tensor(before).log())
+    for row, (p, q) in enumerate(zip(now, before, strict=True)):
+        expected = sum(a * (math.log(a / b) if b else math.inf) for a, b in zip(p, q, strict=True) if a)
+        assert said["change"][row].item() == pytest.approx(expected, abs=1e-12)
+    assert said["change"][5].item() == math.inf
+    assert abs(said["change"][0].item() - said["change"][1].item()) > 0.1
+
+
+def test_a_change_of_random_tables():
+    generator = torch.Generator().manual_seed(4)
+    now, before = (2 * torch.randn(50, 6, dtype=torch.float64, generator=generator) for _ in range(2))
+    said = confidence(now, frozenset({"change"}), previous=log_probabilities(before))
+    for row in range(50):
+        p, q = slow_softmax(now[row].tolist()), slow_softmax(before[row].tolist())
+        expected = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+        assert said["change"][row].item() == pytest.approx(expected, abs=1e-12)
+
+
+@each_table
+def test_a_largest_logit_that_is_known_makes_no_difference(table):
+    """Any of equally probable tokens may be named as the largest."""
+    logits = tensor(table)
+    generator = torch.Generator().manual_seed(2)
+    options = {
+        "proposal": torch.randint(logits.shape[-1], (len(table),), generator=generator),
+        "current": torch.randint(logits.shape[-1], (len(table),), generator=generator),
+        "previous": log_probabilities(torch.randn(logits.shape, dtype=torch.float64, generator=generator)),
+    }
+    found = confidence(logits, EVERYTHING, **options)
+    top = logits.amax(-1, keepdim=True)
+    first = (logits == top).long().argmax(-1, keepdim=True)
+    last = logits.shape[-1] - 1 - (logits == top).flip(-1).long().argmax(-1, keepdim=True)
+    for best in (first, last):
+        told = confidence(logits, EVERYTHING, (top, best), **options)
+        assert set(told) == set(found) == EVERYTHING
+        for name in EVERYTHING:
+            assert told[name].tolist() == pytest.approx(found[name].tolist(), abs=1e-12)
+
+
+def test_a_largest_logit_that_is_known_is_used():
+    """It spares a pass over the vocabulary: what is told is believed."""
+    logits = tensor([[0.0, 1.0]])
+    told = confidence(logits, frozenset({"log_top"}), (tensor([[0.0]]), torch.tensor([[0]])))
+    assert told["log_top"].item() == pytest.approx(-math.log(1 + math.e))
+
+
+def test_only_what_is_wanted():
+    logits, token = torch.randn(3, 4, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 2])
+    given = {"proposal": token, "current": token, "previous": log_probabilities(logits)}
+    for wanted in [
+        frozenset(),
+        *(frozenset({name}) for name in EVERYTHING),
+        frozenset({"margin", "change"}),
+        EVERYTHING,
+    ]:
+        assert set(confidence(logits, wanted, **given)) == wanted
+    assert set(confidence(logits)) == {"log_top", "margin", "entropy"}
+    assert confidence(logits, frozenset(), **given) == {}
+
+
+def test_a_constant_makes_no_difference():
+    logits = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    for name, values in confidence(logits + 123.0).items():
+        assert values.tolist() == pytest.approx(confidence(logits.log_softmax(-1))[name].tolist(), abs=1e-12)
 
 
 def test_any_leading_shape():
     logits = torch.randn(2, 3, 4, 7, generator=torch.Generator().manual_seed(1))
     whole = confidence(log_probabilities(logits))
     flat = confidence(log_probabilities(logits.reshape(-1, 7)))
-    for one, other in zip(whole, flat, strict=True):
-        assert torch.equal(one.reshape(-1), other)
-    assert whole.features().shape == (2, 3, 4, 3)
+    for name, values in whole.items():
+        assert torch.equal(values.reshape(-1), flat[name])
+    assert features(whole).shape == (2, 3, 4, 3)
 
 
 @pytest.mark.parametrize(
@@ -50,22 +146,45 @@ def test_any_leading_shape():
     [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
 )
 def test_at_least_float32(dtype, computed):
-    log_p = log_probabilities(torch.tensor([[3.0, 1.0, -2.0]], dtype=dtype))
+    logits = torch.tensor([[3.0, 1.0, -2.0]], dtype=dtype)
+    log_p = log_probabilities(logits)
     assert log_p.dtype == computed
     assert log_p.exp().sum().item() == pytest.approx(1, abs=1e-6)
+    token = torch.tensor([1])
+    said = confidence(logits, EVERYTHING, proposal=token, current=token, previous=log_p)
+    assert {values.dtype for values in said.values()} == {computed}
+    told = confidence(logits, EVERYTHING, logits.max(-1, keepdim=True), token, token, log_p)
+    assert all(torch.equal(told[name], said[name]) for name in EVERYTHING)
 
 
 def test_the_log_keeps_apart_what_the_probability_rounds_together():
     """In float32, 1 - 1e-8 and 1 - 2e-8 are both 1; a rule that ranks by probability would see a tie."""
     logits = torch.tensor([[0.0, math.log(2e-8)], [0.0, math.log(1e-8)]])
-    said = confidence(log_probabilities(logits))
-    assert said.log_top[1] > said.log_top[0]
-    assert said.log_top.exp()[0] == said.log_top.exp()[1]
+    said = confidence(logits)
+    assert said["log_top"][1] > said["log_top"][0]
+    assert said["log_top"].exp()[0] == said["log_top"].exp()[1]
+
+
+def test_the_log_of_what_rounds_to_one_is_exact():
+    """-log(1 + 1e-8) to seven digits in float32; a plain log_softmax says 0."""
+    said = confidence(torch.tensor([[0.0, math.log(1e-8)]]), frozenset({"log_top", "entropy"}))
+    assert said["log_top"].item() == pytest.approx(-1e-8, rel=1e-6)
+    assert said["entropy"].item() == pytest.approx(1e-8 * (1 - math.log(1e-8)), rel=1e-5)
 
 
 def test_the_gradient_stays_finite_where_probabilities_vanish():
     """entr'(0) is infinite, and infinite times zero is NaN: it once reached the denoiser through attach_selector."""
     for logits in ([80.0, 0.0, -80.0], [1000.0, 0.0, -1000.0], [0.0, 0.0, 0.0]):
         x = torch.tensor([logits], requires_grad=True)
-        confidence(log_probabilities(x)).features().sum().backward()
+        features(confidence(log_probabilities(x))).sum().backward()
         assert torch.isfinite(x.grad).all()
+
+
+def test_spread_puts_values_back_to_their_places():
+    at = torch.tensor([[True, False, True], [False, False, True]])
+    values = torch.arange(1.0, 7.0).view(3, 2).requires_grad_()
+    canvas = spread(values, at)
+    assert canvas.tolist() == [[[1, 2], [0, 0], [3, 4]], [[0, 0], [0, 0], [5, 6]]]
+    canvas.square().sum().backward()
+    assert torch.equal(values.grad, 2 * values.detach())
+    assert spread(torch.tensor([7.0, 8.0, 9.0]), at).tolist() == [[7, 0, 8], [0, 0, 9]]

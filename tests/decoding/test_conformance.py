@@ -1,38 +1,40 @@
 """What every rule must keep to, whatever it chooses by."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
-from tests.decoding.small import MASK, Recorded, V, small_denoiser, small_selector
+from tests.decoding.small import (
+    BUDGETS,
+    MASK,
+    POLICIES,
+    PROMPTS,
+    Recorded,
+    V,
+    accounts,
+    all_results,
+    histories,
+    prompts_for,
+    results,
+    small_denoiser,
+)
 from unmask.decoding.generate import generate
-from unmask.decoding.policies import IID, Learned, Margin, TopProbability
-from unmask.variational.selection import Bernoulli, NonEmpty
+from unmask.decoding.policies import RULES, Blocks, Learned, Ranked, RewardTrained
 
-BUDGETS = (1, 3, 6, 20)
 DENOISER = small_denoiser()
-POLICIES = {
-    "iid": IID(),
-    "top-prob": TopProbability(),
-    "margin": Margin(),
-    "learned-nonempty": Learned(small_selector(BUDGETS, NonEmpty())),
-    "learned-bernoulli": Learned(small_selector(BUDGETS, Bernoulli())),
-}
-RANDOM = ("iid", "learned-nonempty", "learned-bernoulli")
-
-m = MASK
-PROMPTS = [
-    torch.tensor(prompt)
-    for prompt in (
-        [3, 1, 4, m, m, m, m, m],  # a prefix
-        [m, m, m, m, m, m, m, m, m, m, m],  # nothing given
-        [m, 5, m, m, 9, m, 2, m, m, 6, m, m],  # clues
-        [2, 7, m, m, m, 1, 8],  # infilling
-        [m, m, 0],  # a suffix
-        [10, m, 10],  # one token to write
-        [0, 0, m, m, m, m, m, m, m, m, m, m, m, 4],  # the longest
-    )
-]
 IDS = torch.tensor([100, 7, 31, 8, 2, 55, 1_000_003])
+GREEDY = {"temperature": 0.0}
+SAMPLED = {"temperature": 1.0}
+GUIDED = {"temperature": 1.0, "guidance": 1.5}
+EOS = {"temperature": 1.5, "eos_token_id": 4, "min_length": 1, "stop_at_eos": True}
+ALL = {**EOS, "top_k": 6, "top_p": 0.9, "guidance": 0.5}
+ORDER_IS_DRAWN = ("iid", "stochastic", "remdm", "learned", "lo-arm", "reward", "blocks(3,iid)", "blocks(2,stochastic")
+
+
+A_FEW = pytest.mark.parametrize(
+    "policy", [POLICIES[name] for name in ("iid", "klass", "p2", "learned")], ids=lambda policy: policy.name
+)
 
 
 @pytest.fixture(params=POLICIES)
@@ -40,96 +42,138 @@ def policy(request):
     return POLICIES[request.param]
 
 
-def results(out, row):
-    """Of one sequence, padding left out."""
-    here = out.attention[row]
-    return (
-        out.tokens[row, here].tolist(),
-        out.reveal_step[row, here].tolist(),
-        out.num_steps[row].item(),
-        out.nothing_selected[row].item(),
-    )
+def budgets_for(policy):
+    """Twelve tokens in blocks of two are six blocks."""
+    return [S for S in BUDGETS if S >= 6] if isinstance(policy, Blocks) else BUDGETS
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("budget", BUDGETS)
-def test_invariants(policy, budget, temperature):
+def test_every_rule_is_here():
+    assert {policy.short for policy in POLICIES.values()} == set(RULES)
+
+
+def expected_projections(policy, response, before, after):
+    """Positions that a step must project: all, the masked ones, or only what it reveals."""
+    if policy.everywhere:
+        return int(response.sum())
+    return int((before == MASK).sum() if policy.reads else ((before == MASK) & (after != MASK)).sum())
+
+
+@pytest.mark.parametrize("options", [GREEDY, GUIDED], ids=["greedy", "guided"])
+def test_accounts_are_what_the_denoiser_saw(policy, options):
+    """Prompts untouched, no mask left, budget kept; steps, passes, reveals and revisions as they were; no row and no
+    projection more than it takes."""
+    prompts, passes = prompts_for(policy), 2 if "guidance" in options else 1
+    for budget in budgets_for(policy) if options is GREEDY else (6,):
+        denoiser = Recorded(DENOISER)
+        out = generate(denoiser, prompts, policy, budget, seed=3, **options)
+        assert ((out.num_steps >= 1) & (out.num_steps <= budget)).all()
+        assert torch.equal(out.num_passes, passes * out.num_steps)
+        assert out.num_forwards == sum(len(seen) for seen in denoiser.passes) == out.num_passes.sum()
+        assert len(denoiser.passes) == passes * out.num_steps.max()
+
+        needed = [0] * int(out.num_steps.max())
+        seen = histories(denoiser, out)
+        for row, (prompt, history) in enumerate(zip(prompts, seen, strict=True)):
+            assert torch.equal(history[0], prompt)
+            given = prompt != MASK
+            assert all(torch.equal(canvas[given], prompt[given]) for canvas in history)
+            assert ((history[-1] >= 0) & (history[-1] < V)).all()
+            reveal_step, revisions = accounts(history)
+            assert results(out, row)["reveal_step"] == reveal_step
+            assert results(out, row)["revisions"] == revisions
+            assert out.attention[row].sum() == len(prompt)
+            assert (out.reveal_step[row, ~out.attention[row]] == -1).all()
+            assert (out.revisions[row, ~out.attention[row]] == 0).all()
+            if not policy.remasks:
+                assert max(reveal_step) + 1 == out.num_steps[row]  # a finished sequence stops counting
+                assert not any(revisions)
+            else:
+                assert out.num_steps[row] == budget
+            for step, (before, after) in enumerate(pairwise(history)):
+                needed[step] += expected_projections(policy, prompt == MASK, before, after)
+        projected = [denoiser.projected_after(passes * i, passes * i + passes - 1) for i in range(len(needed))]
+        probe = 1  # the first pass looks once at what V is
+        assert projected == [passes * count + (probe if i == 0 else 0) for i, count in enumerate(needed)]
+        assert (out.nothing_selected <= out.num_steps.clamp(max=budget - 1)).all()  # the last step asks nobody
+        if not isinstance(policy, Learned | RewardTrained):
+            assert not out.nothing_selected.any()
+
+
+def test_guidance_sees_the_same_canvas_without_its_prompt(policy):
+    prompts = prompts_for(policy)
     denoiser = Recorded(DENOISER)
-    out = generate(denoiser, PROMPTS, policy, budget, seed=3, temperature=temperature)
-    response = torch.zeros_like(out.attention)
-    for row, prompt in enumerate(PROMPTS):
-        here = out.attention[row]
-        assert here.sum() == len(prompt)
-        assert here[-len(prompt) :].all()  # padded on the left
-        given = prompt != MASK
-        assert torch.equal(out.tokens[row, here][given], prompt[given])  # prompts untouched
-        response[row, here] = ~given
-    assert ((out.tokens[response] >= 0) & (out.tokens[response] < V)).all()  # no mask left
-    assert (out.reveal_step[~response] == -1).all()
-    assert (out.reveal_step[response] >= 0).all()
-    assert (out.num_steps <= budget).all()
-    assert torch.equal(out.num_steps, out.reveal_step.amax(-1) + 1)  # a finished sequence stops counting
-    assert (out.nothing_selected <= out.num_steps.clamp(max=budget - 1)).all()  # the last step asks nobody
-    if policy is not POLICIES["learned-bernoulli"]:
-        assert not out.nothing_selected.any()
+    out = generate(denoiser, prompts, policy, 6, seed=3, **GUIDED)
+    attention, response = out.attention, out.reveal_step >= 0
+    with_prompt, without = denoiser.passes[::2], denoiser.passes[1::2]
+    for i, (seen, bare) in enumerate(zip(with_prompt, without, strict=True)):
+        rows = out.num_steps > i
+        assert torch.equal(bare[attention[rows]], torch.where(response[rows], seen, MASK)[attention[rows]])
 
-    # Pass i saw the unfinished sequences only, with exactly the tokens that reveal_step says were there by then:
-    # so each token was revealed once, at the step reported, and stayed as it was.
-    assert len(denoiser.passes) == out.num_steps.max()
-    for i, seen in enumerate(denoiser.passes):
-        by_then = torch.where(response & (out.reveal_step >= i), MASK, out.tokens)[out.num_steps > i]
-        assert torch.equal(seen, by_then)
-    assert out.num_forwards == sum(len(seen) for seen in denoiser.passes) == out.num_steps.sum()
+
+@A_FEW
+def test_no_guidance_no_second_pass(policy):
+    denoisers = [Recorded(DENOISER), Recorded(DENOISER)]
+    plain = generate(denoisers[0], prompts_for(policy), policy, 6, **SAMPLED)
+    none = generate(denoisers[1], prompts_for(policy), policy, 6, guidance=0.0, **SAMPLED)
+    assert all_results(plain) == all_results(none)
+    assert plain.num_forwards == none.num_forwards
+    assert len(denoisers[0].passes) == len(denoisers[1].passes)
+    assert torch.equal(plain.num_passes, plain.num_steps)
 
 
 def test_counting_rules_keep_their_schedule():
-    for policy in (TopProbability(), Margin()):
-        out = generate(DENOISER, PROMPTS, policy, 6)
-        for row, prompt in enumerate(PROMPTS):
-            N = (prompt == MASK).sum().item()
-            counts = [(out.reveal_step[row] == i).sum().item() for i in range(6)]
-            assert counts == [N // 6 + (i < N % 6) for i in range(6)]
+    for policy in POLICIES.values():
+        if isinstance(policy, Ranked) or policy.short == "stochastic":
+            out = generate(DENOISER, PROMPTS, policy, 6)
+            for row, prompt in enumerate(PROMPTS):
+                N = (prompt == MASK).sum().item()
+                counts = [(out.reveal_step[row] == i).sum().item() for i in range(6)]
+                assert counts == [N // 6 + (i < N % 6) for i in range(6)]
 
 
 def test_a_budget_larger_than_the_response_stops_early(policy):
-    short = [prompt for prompt in PROMPTS if (prompt == MASK).sum() <= 5]
-    out = generate(DENOISER, short, policy, 20, seed=1)
-    N = torch.tensor([(prompt == MASK).sum() for prompt in short])
-    if policy.name == "iid":  # a step may reveal nothing, and still is a step
-        assert (out.num_steps <= 20).all()
-    else:
+    out = generate(DENOISER, prompts_for(policy), policy, 13, seed=1)
+    N = torch.tensor([(prompt == MASK).sum() for prompt in prompts_for(policy)])
+    if policy.remasks:
+        assert (out.num_steps == 13).all()
+    elif not policy.name.startswith(("iid", "blocks(3,iid)")):  # with IID a step may reveal nothing
         assert (out.num_steps <= N).all()
-    if policy.name in ("top-prob", "margin"):
+    if policy.short in ("top-prob", "margin", "entropy", "left-to-right", "stochastic", "lo-arm"):
         assert torch.equal(out.num_steps, N)
 
 
 def test_one_step_reveals_everything(policy):
+    if isinstance(policy, Blocks):
+        pytest.skip("one step cannot write several blocks")
     out = generate(DENOISER, PROMPTS, policy, 1, seed=1)
     assert out.num_steps.tolist() == [1] * len(PROMPTS)
     assert out.reveal_step.max() == 0
     assert out.nothing_selected.tolist() == [0] * len(PROMPTS)
+    assert not out.revisions.any()
     for row, prompt in enumerate(PROMPTS):  # greedy: the arg-max of the first pass
         best = torch.where(prompt == MASK, DENOISER(prompt[None])[0].argmax(-1), prompt)
         assert torch.equal(out.tokens[row, out.attention[row]], best)
 
 
 def test_same_seed_same_output_another_seed_another(policy):
-    first, again, other = (generate(DENOISER, PROMPTS, policy, 6, seed=s, temperature=1.0) for s in (5, 5, 6))
-    assert torch.equal(first.tokens, again.tokens)
-    assert torch.equal(first.reveal_step, again.reveal_step)
-    assert torch.equal(first.num_steps, again.num_steps)
+    first, again, other = (
+        generate(DENOISER, prompts_for(policy), policy, 6, seed=seed, temperature=1.0) for seed in (5, 5, 6)
+    )
+    assert all_results(first) == all_results(again)
     assert not torch.equal(first.tokens, other.tokens)
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("name", [name for name in POLICIES if name.startswith(ORDER_IS_DRAWN)])
 def test_the_seed_draws_the_order_too(name):
-    first, other = (generate(DENOISER, PROMPTS, POLICIES[name], 6, seed=seed) for seed in (5, 6))
-    assert not torch.equal(first.reveal_step, other.reveal_step)
+    policy = POLICIES[name]
+    first, other = (generate(DENOISER, prompts_for(policy), policy, 6, seed=seed) for seed in (5, 6))
+    drawn = "deterministic" not in name
+    assert torch.equal(first.reveal_step, other.reveal_step) != drawn
 
 
 def test_ids_name_the_random_streams(policy):
     """Equal prompts with equal ids are written alike, with different ids apart; the default id is the place."""
-    prompts = PROMPTS[1].repeat(3, 1)
+    prompts = PROMPTS[3].repeat(3, 1)
     out = generate(DENOISER, prompts, policy, 6, ids=torch.tensor([4, 9, 4]), temperature=1.0)
     assert results(out, 0) == results(out, 2)
     assert results(out, 0) != results(out, 1)
@@ -138,7 +182,7 @@ def test_ids_name_the_random_streams(policy):
     assert torch.equal(default.tokens, named.tokens)
 
 
-def test_draws_of_different_positions_differ():
+def test_draws_of_different_positions_and_steps_differ():
     """At temperature 1 and nothing to go by, equal draws would show as equal tokens."""
 
     class Uniform(Recorded):
@@ -150,37 +194,39 @@ def test_draws_of_different_positions_differ():
         def hidden(self, tokens, attention=None):
             return torch.zeros(*tokens.shape, 1, dtype=torch.float64)
 
-    out = generate(Uniform(DENOISER), torch.full((1, 12), 1000), TopProbability(), 12, temperature=1.0)
-    assert len(set(out.tokens[0].tolist())) > 9
+    for budget in (1, 4, 12):
+        out = generate(Uniform(DENOISER), torch.full((1, 12), 1000), POLICIES["top-prob"], budget, temperature=1.0)
+        assert len(set(out.tokens[0].tolist())) > 9
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("budget", [3, 6])
-def test_a_sequence_does_not_see_its_batch(policy, budget, temperature):
-    """Alone, in a shuffled list (padded on the left), and padded on the right with junk, masks among it."""
-    options = {"seed": 2, "temperature": temperature}
+@pytest.mark.parametrize(("options", "sizes"), [(GREEDY, (None, 2)), (ALL, (None, 1, 3))], ids=["greedy", "all"])
+def test_a_sequence_does_not_see_its_batch(policy, options, sizes):
+    """Alone, in a shuffled list (padded on the left), entering as others finish, and padded on the right with junk."""
+    prompts, options = prompts_for(policy), {"seed": 2, **options}
     alone = [
-        results(generate(DENOISER, prompt[None], policy, budget, ids=IDS[row : row + 1], **options), 0)
-        for row, prompt in enumerate(PROMPTS)
+        results(generate(DENOISER, prompt[None], policy, 6, ids=IDS[row : row + 1], **options), 0)
+        for row, prompt in enumerate(prompts)
     ]
     shuffled = [4, 0, 6, 2, 5, 1, 3]
-    batch = generate(DENOISER, [PROMPTS[row] for row in shuffled], policy, budget, ids=IDS[shuffled], **options)
-    for place, row in enumerate(shuffled):
-        assert results(batch, place) == alone[row]
+    listed = [prompts[row] for row in shuffled]
+    for batch_size in sizes:
+        batch = generate(DENOISER, listed, policy, 6, ids=IDS[shuffled], batch_size=batch_size, **options)
+        assert all_results(batch) == [alone[row] for row in shuffled], f"batch_size {batch_size}"
 
-    junk = torch.randint(V + 1, (7, 16), generator=torch.Generator().manual_seed(0))
-    attention = torch.zeros(7, 16, dtype=torch.bool)
+    junk = torch.randint(V + 1, (7, 17), generator=torch.Generator().manual_seed(0))
+    attention = torch.zeros(7, 17, dtype=torch.bool)
     canvas = junk.clone()
-    for row, prompt in enumerate(PROMPTS):
+    for row, prompt in enumerate(prompts):
         canvas[row, : len(prompt)], attention[row, : len(prompt)] = prompt, True
     assert (canvas[~attention] == MASK).any()
-    right = generate(DENOISER, canvas, policy, budget, ids=IDS, attention=attention, **options)
-    for row in range(7):
-        assert results(right, row) == alone[row]
+    right = generate(DENOISER, canvas, policy, 6, ids=IDS, attention=attention, **options)
+    assert all_results(right) == alone
     assert torch.equal(right.tokens[~attention], junk[~attention])  # what stands on padding stays
     assert (right.reveal_step[~attention] == -1).all()
+    assert not right.revisions[~attention].any()
 
 
+@A_FEW
 def test_integer_attention_and_short_integers_are_read_as_meant(policy):
     """Tokenizers give attention as 0 and 1."""
     prompts, attention = torch.stack([PROMPTS[0], PROMPTS[0]]), torch.ones(2, 8, dtype=torch.bool)
@@ -192,18 +238,57 @@ def test_integer_attention_and_short_integers_are_read_as_meant(policy):
     assert read.attention.dtype == torch.bool
 
 
+@A_FEW
 def test_the_caller_s_tensors_are_left_alone(policy):
-    prompts, attention = PROMPTS[2].repeat(2, 1), torch.ones(2, 12, dtype=torch.bool)
-    generate(DENOISER, prompts, policy, 3, attention=attention)
-    assert torch.equal(prompts, PROMPTS[2].repeat(2, 1))
+    prompts, attention, ids = PROMPTS[1].repeat(2, 1), torch.ones(2, 12, dtype=torch.bool), torch.tensor([3, 4])
+    generate(DENOISER, prompts, policy, 6, attention=attention, ids=ids, batch_size=1)
+    assert torch.equal(prompts, PROMPTS[1].repeat(2, 1))
     assert attention.all()
-    listed = [prompt.clone() for prompt in PROMPTS]
-    generate(DENOISER, listed, policy, 3)
-    assert all(torch.equal(one, other) for one, other in zip(listed, PROMPTS, strict=True))
+    assert ids.tolist() == [3, 4]
+    listed = [prompt.clone() for prompt in prompts_for(policy)]
+    generate(DENOISER, listed, policy, 6, batch_size=2)
+    assert all(torch.equal(one, other) for one, other in zip(listed, prompts_for(policy), strict=True))
 
 
-def test_the_learned_rule_is_not_the_iid_rule_here():
-    """The random selector matters: else the suite above would test IID three times."""
-    orders = [generate(DENOISER, PROMPTS, POLICIES[name], 6, seed=2).reveal_step for name in RANDOM]
-    assert not any(torch.equal(orders[a], orders[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
-    assert generate(DENOISER, PROMPTS, POLICIES["learned-bernoulli"], 20, seed=2).nothing_selected.sum() > 0
+def test_rules_report_the_memory_that_they_keep():
+    """KLASS keeps B x N x V numbers and a counter a position, blocks two counters a sequence, the others nothing."""
+    prompts = PROMPTS[0].repeat(4, 1)  # N = 5, L = 8
+    B, L, N = 4, 8, 5
+    distributions, counters, blocks = 8 * B * N * V, 8 * B * L, 2 * 8 * B
+    for name, policy in POLICIES.items():
+        expected = (distributions + counters) * ("klass" in name) + blocks * ("blocks" in name)
+        assert generate(DENOISER, prompts, policy, 6).memory_bytes == expected, name
+    rule = POLICIES["klass"]
+    assert generate(DENOISER, prompts, rule, 6, batch_size=2).memory_bytes == (distributions + counters) // 2
+    single = small_denoiser().float()
+    assert generate(single, prompts, rule, 6).memory_bytes == distributions // 2 + counters
+
+
+# --- the suite above would prove little if rules never did what makes them different ----------------------------------
+
+
+def test_the_rules_differ_here():
+    """No two of them write alike; only KLASS, which nothing is stable enough for, falls back to top probability."""
+    orders = {}
+    for name, policy in POLICIES.items():
+        if not isinstance(policy, Blocks):
+            out = generate(DENOISER, PROMPTS, policy, 6, seed=2, temperature=1.0)
+            orders.setdefault(str((out.reveal_step.tolist(), out.revisions.tolist())), []).append(name)
+    assert [names for names in orders.values() if len(names) > 1] == [["top-prob", "klass"]]
+
+
+def test_the_random_selector_and_the_re_masking_rules_do_something():
+    assert generate(DENOISER, PROMPTS, POLICIES["learned, bernoulli"], 13, seed=2).nothing_selected.sum() > 0
+    assert generate(DENOISER, PROMPTS, POLICIES["reward:3"], 13, seed=2).nothing_selected.sum() > 0
+    for name, policy in POLICIES.items():
+        if policy.remasks:
+            out = generate(DENOISER, PROMPTS, policy, 13, seed=2, temperature=1.0)
+            assert out.revisions.max() >= 1, name
+
+
+def test_finished_sequences_left_early_here():
+    """At different steps, for the rules that can: the batch did shrink."""
+    for name, policy in POLICIES.items():
+        if not policy.remasks:
+            out = generate(DENOISER, prompts_for(policy), policy, 13, seed=2, temperature=1.0)
+            assert out.num_steps.unique().numel() > 2, name

@@ -1,11 +1,23 @@
+"""Bad input is named in one line."""
+
 import re
 
 import pytest
 import torch
 
-from tests.decoding.small import MASK, Recorded, small_denoiser, small_selector
-from unmask.decoding.generate import generate
-from unmask.decoding.policies import IID, Learned, TopProbability
+from tests.decoding.small import (
+    BERNOULLI,
+    MASK,
+    NONEMPTY,
+    POLICIES,
+    ReadsFirst,
+    Recorded,
+    small_denoiser,
+    small_selector,
+)
+from unmask.decoding.generate import Engine, generate
+from unmask.decoding.policies import IID, Learned, parse_policy
+from unmask.models.networks import Selector, SelectorConfig
 
 DENOISER = small_denoiser()
 PROMPTS = torch.tensor([[1, 2, MASK, MASK], [3, MASK, 4, MASK]])
@@ -15,6 +27,9 @@ def refused(message, *arguments, denoiser=DENOISER, **options):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         generate(denoiser, *arguments, **options)
     assert "\n" not in str(caught.value)
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_empty_response_is_named():
@@ -39,22 +54,6 @@ def test_a_list_is_padded_by_generate_itself():
     refused("leave attention out", list(PROMPTS), IID(), 3, attention=torch.ones(2, 4, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("max_steps", [0, -1])
-def test_no_steps(max_steps):
-    refused(f"max_steps must be at least 1, got {max_steps}", PROMPTS, IID(), max_steps)
-
-
-@pytest.mark.parametrize("temperature", [-0.5, float("nan"), float("inf")])
-def test_no_temperature(temperature):
-    refused(
-        f"temperature must not be negative and must be finite, got {temperature}",
-        PROMPTS,
-        IID(),
-        3,
-        temperature=temperature,
-    )
-
-
 @pytest.mark.parametrize("ids", [torch.tensor([1]), torch.tensor([1, 2, 3]), torch.tensor([[1, 2], [3, 4]])])
 def test_ids_that_do_not_fit_the_prompts(ids):
     refused(f"each of the 2 prompts once, got shape {list(ids.shape)}", PROMPTS, IID(), 3, ids=ids)
@@ -66,37 +65,165 @@ def test_attention_that_does_not_fit_the_prompts(shape):
     refused(f"attention has shape {list(shape)}, the prompts have [2, 4]", PROMPTS, IID(), 3, attention=attention)
 
 
-def test_a_budget_that_the_selector_was_not_trained_for():
-    policy = Learned(small_selector((2, 5)))
+def test_a_sequence_longer_than_the_context():
+    refused("longer than the model's context of 64", torch.full((1, 65), MASK), IID(), 3)
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_no_steps_and_no_batch(number):
+    refused(f"max_steps must be at least 1, got {number}", PROMPTS, IID(), number)
+    refused(f"batch_size must be at least 1, got {number}", PROMPTS, IID(), 3, batch_size=number)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": float("nan")}, "temperature must not be negative and must be finite, got nan"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
+        ({"temperature": 1.0, "top_k": -2}, "top_k must be 0 (all tokens) or more, got -2"),
+        ({"guidance": -0.1}, "guidance must not be negative and must be finite, got -0.1"),
+        ({"min_length": 4}, "give eos_token_id"),
+        ({"stop_at_eos": True}, "give eos_token_id"),
+    ],
+    ids=str,
+)
+def test_token_choice_out_of_range(options, message):
+    """The rest of these: test_tokens.py.  Here: generate() passes every one of them on."""
+    refused(message, PROMPTS, IID(), 3, **options)
+
+
+def test_blocks_that_do_not_fit():
+    policy = parse_policy("blocks(3,margin)")
+    refused("blocks of 3 are larger than a response of 2 tokens", PROMPTS, policy, 4)
+    uneven = [torch.full((8,), MASK), torch.full((3,), MASK)]
+    refused("a response of 8 tokens has 3 blocks of 3: give at least 3 steps, not 2", uneven, policy, 2)
+    assert generate(DENOISER, uneven, policy, 3).num_steps.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("name", ["learned", "lo-arm", "reward"])
+def test_a_budget_that_the_selector_was_not_trained_for(name):
+    policy = parse_policy(name, small_selector((2, 5)))
     refused("trained for T = 2, 5 only, not for 3 steps", PROMPTS, policy, 3)
     for max_steps in (2, 5):
         generate(DENOISER, PROMPTS, policy, max_steps)
 
 
+@pytest.mark.parametrize("name", ["learned", "lo-arm", "reward"])
+def test_a_selector_of_another_width(name):
+    """Trained with another denoiser: not a matter of matrix shapes, deep inside."""
+    config = SelectorConfig(width=8, layers=1, heads=2, budgets=(3,))
+    policy = parse_policy(name, Selector(config, denoiser_width=12).double())
+    refused("12", PROMPTS, policy, 3)
+
+
+# --- logits that are not finite ---------------------------------------------------------------------------------------
+
+NINE = torch.tensor([[1, 1, 1, MASK, MASK, MASK], [2, MASK, MASK, MASK, MASK, MASK], [9, MASK, MASK, MASK, MASK, MASK]])
+
+
 class Breaks(Recorded):
-    """NaN or infinity in the logits of sequences that begin with token 9, once fewer than three masks are left."""
+    """Not finite for sequences that begin with token 9, once fewer than three masks are left.  The token travels with
+    the hidden state."""
 
     value = torch.nan
+    everywhere = True  # in every logit, or in one of them
 
     def hidden(self, tokens, attention=None):
         hidden = super().hidden(tokens, attention)
-        broken = (tokens[:, 0] == 9) & ((tokens == MASK).sum(-1) < 3)
-        return torch.where(broken[:, None, None], torch.nan, hidden)
+        broken = (tokens[:, :1] == 9) & ((tokens == MASK).sum(-1, keepdim=True) < 3)
+        return torch.cat([hidden, broken.double().expand(-1, tokens.shape[1])[..., None]], dim=-1)
 
     def logits(self, hidden):
-        logits = super().logits(hidden)
-        return torch.where(logits.isnan(), self.value, logits)
+        logits = super().logits(hidden[:, :16])
+        logits[hidden[:, 16] > 0, :: 1 if self.everywhere else 5] = self.value
+        return logits
+
+
+def breaking(value, everywhere):
+    denoiser = Breaks(DENOISER)
+    denoiser.value, denoiser.everywhere = value, everywhere
+    return denoiser
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
+def test_a_denoiser_s_logits_that_are_not_finite_name_the_sequence_and_the_step(policy, options):
+    """Rows leave the batch, so rows are not sequences; all sequences began together, so passes are steps."""
+    for value, everywhere in ((torch.nan, True), (torch.nan, False), (torch.inf, False), (-torch.inf, True)):
+        denoiser = breaking(value, everywhere)
+        with pytest.raises(ValueError, match="not finite") as caught:
+            generate(denoiser, NINE, policy, 6, seed=SEED, **options)
+        step = len(denoiser.passes) - 1
+        assert str(caught.value) == f"the denoiser's logits are not finite for sequence 2 at step {step}"
+        if policy.reads:  # it was noticed at once
+            masks = [(seen[seen[:, 0] == 9] == MASK).sum() for seen in denoiser.passes]
+            assert masks[-1] < 3
+            assert all(count >= 3 or not policy.everywhere for count in masks[:-1])
+        generate(denoiser, NINE[:2], policy, 6, **options)
+
+
+def test_a_single_logit_of_minus_infinity_is_a_token_without_mass():
+    out = generate(breaking(-torch.inf, False), NINE, POLICIES["margin"], 6)
+    assert (out.tokens < MASK).all()
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_sequence_is_named_in_a_batch_that_is_refilled(compile, monkeypatch):
+    """Sequence 5 enters when another has finished: neither its row nor the number of passes names it."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    prompts = torch.cat([NINE[:2], NINE[:2], NINE[:1], NINE[2:], NINE[:2]])
+    engine = Engine(breaking(torch.nan, True), POLICIES["left-to-right"], 6, batch_size=2, compile=compile)
+    with pytest.raises(ValueError, match=r"for sequence 5 at step 3$"):  # five masks, one a step: two are left
+        engine.generate(prompts)
+
+
+class BrokenSelector(ReadsFirst):
+    """As `Breaks`, which it reads the flag of; `when` is asked about t [b]."""
+
+    value = torch.nan
+
+    def when(self, t):
+        return torch.ones_like(t, dtype=torch.bool)
+
+    def __call__(self, hidden, confidences, masked, t, budget, attention):
+        logits = super().__call__(hidden, confidences, masked, t, budget, attention)
+        return torch.where(((hidden[:, 0, 16] > 0) & self.when(t))[:, None], self.value, logits)
+
+
+class Flags(Breaks):
+    """Says where `Breaks` would break, and does not."""
+
+    def logits(self, hidden):
+        return Recorded.logits(self, hidden[:, :16])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_logits_that_are_not_finite_name_the_sequence_and_the_step(value):
-    """Four masks, one a step: two are left at step 2.  Sequence 0 is finished by then, so rows are not sequences."""
-    prompts = torch.tensor([[1, 1, 1, 1, MASK], [2, MASK, MASK, MASK, MASK], [9, MASK, MASK, MASK, MASK]])
-    denoiser = Breaks(DENOISER)
-    denoiser.value = value
-    refused("logits are not finite for sequence 2 at step 2", prompts, TopProbability(), 4, denoiser=denoiser)
-    generate(denoiser, prompts[:2], TopProbability(), 4)
+@pytest.mark.parametrize("name", ["learned", "learned(floor=0.1,cap=1)", "learned(deterministic)", "lo-arm", "reward"])
+@pytest.mark.parametrize("selector", [NONEMPTY, BERNOULLI], ids=["nonempty", "bernoulli"])
+def test_a_selector_s_logits_that_are_not_finite_name_the_sequence_and_the_step(name, selector, value):
+    broken = BrokenSelector(selector.selector)
+    object.__setattr__(broken, "value", value)
+    denoiser = Flags(DENOISER)
+
+    def until_refused():
+        for seed in range(20):  # until the sequence is asked about when fewer than three are left
+            denoiser.passes.clear()
+            generate(denoiser, NINE, parse_policy(name, broken), 13, seed=seed)
+
+    with pytest.raises(ValueError, match="not finite") as caught:
+        until_refused()
+    step = len(denoiser.passes) - 1
+    assert str(caught.value) == f"the selector's logits are not finite for sequence 2 at step {step}"
 
 
-def test_a_sequence_longer_than_the_context():
-    refused("longer than the model's context of 64", torch.full((1, 65), MASK), IID(), 3)
+def test_at_the_last_step_nobody_asks_the_selector():
+    class BreaksAtTheEnd(BrokenSelector):
+        def when(self, t):
+            return t == 0
+
+    policy = Learned(BreaksAtTheEnd(NONEMPTY.selector), cap=1)
+    out = generate(Flags(DENOISER), NINE, policy, 3)
+    assert out.num_steps.tolist() == [3, 3, 3]

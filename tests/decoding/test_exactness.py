@@ -5,7 +5,7 @@ Every comparison is a chi-square test of a fixed draw that a right sampler fails
 
 import math
 from collections import Counter, defaultdict
-from itertools import product
+from itertools import permutations, product
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.decoding.small import TabularDenoiser, TabularSelector
 from tests.statistics import assert_follows
 from tests.variational.tiny import tiny
 from unmask.decoding.generate import generate
-from unmask.decoding.policies import IID, Learned
+from unmask.decoding.policies import Learned, parse_policy
 from unmask.variational.enumeration import generative_chain
 from unmask.variational.selection import Bernoulli, NonEmpty
 
@@ -52,52 +52,162 @@ def product_law(p):
     return law
 
 
-def iid_law(x, i):
-    masked = [n for n in range(N) if x[n] == MASK]
-    return {(chosen, 0): probability for chosen, probability in product_law(dict.fromkeys(masked, 1 / (T - i))).items()}
+def masks_of(x):
+    return [n for n in range(N) if x[n] == MASK]
 
 
-def selector_probabilities(x, i):
-    logits = PSI_ROWS[T - 1 - i][row_of(x)]
-    return {n: sigmoid(logits[n]) for n in range(N) if x[n] == MASK}
+def response_size(x, at_reveal):
+    """What is masked, and what was revealed before."""
+    return len({*masks_of(x), *at_reveal})
 
 
-def nonempty_law(x, i):
-    law = product_law(selector_probabilities(x, i))
+def with_tokens(law, x):
+    """{(reveals, re-masked, fell back)} of positions as {((position, token) pairs, re-masked, fell back)}."""
+    mu, written = MU[row_of(x)], defaultdict(float)
+    for (chosen, again, fell_back), probability in law.items():
+        places = sorted(chosen)
+        for tokens in product(range(V), repeat=len(places)):
+            weight = math.prod(mu[n][token] for n, token in zip(places, tokens, strict=True))
+            written[tuple(zip(places, tokens, strict=True)), again, fell_back] += probability * weight
+    return written
+
+
+def of_positions(law):
+    """A law of the positions alone: tokens are drawn for whatever is revealed."""
+    return lambda x, i, S, at_reveal: with_tokens(law(x, i, S, at_reveal), x)
+
+
+NEVER = frozenset()
+
+
+@of_positions
+def iid_law(x, i, S, at_reveal):
+    return {(chosen, NEVER, 0): p for chosen, p in product_law(dict.fromkeys(masks_of(x), 1 / (S - i))).items()}
+
+
+@of_positions
+def blocks_of_two_iid_law(x, i, S, at_reveal):
+    """Three positions: two blocks, the first has two of the three steps.  Two positions: one block, three steps."""
+    if response_size(x, at_reveal) == 2:
+        p = dict.fromkeys(masks_of(x), 1 / (S - i))
+    else:
+        first = [n for n in masks_of(x) if n < 2]
+        p = dict.fromkeys(first, 1 / (2 - i)) if first else {2: 1.0}
+    return {(chosen, NEVER, 0): probability for chosen, probability in product_law(p).items()}
+
+
+def selector_logits(x, i, S):
+    logits = PSI_ROWS[S - 1 - i][row_of(x)]
+    return {n: logits[n] for n in masks_of(x)}
+
+
+@of_positions
+def nonempty_law(x, i, S, at_reveal):
+    law = product_law({n: sigmoid(s) for n, s in selector_logits(x, i, S).items()})
     nothing = law.pop(frozenset())
-    return {(chosen, 0): probability / (1 - nothing) for chosen, probability in law.items()}
+    return {(chosen, NEVER, 0): probability / (1 - nothing) for chosen, probability in law.items()}
 
 
-def bernoulli_law(x, i):
-    p = selector_probabilities(x, i)
-    law = defaultdict(float)
-    for chosen, probability in product_law(p).items():
-        law[chosen or frozenset([max(p, key=p.get)]), 0 if chosen else 1] += probability
+def bernoulli_law(temperature):
+    @of_positions
+    def law_of(x, i, S, at_reveal):
+        p = {n: sigmoid(s / temperature) for n, s in selector_logits(x, i, S).items()}
+        law = defaultdict(float)
+        for chosen, probability in product_law(p).items():
+            law[chosen or frozenset([max(p, key=p.get)]), NEVER, 0 if chosen else 1] += probability
+        return law
+
+    return law_of
+
+
+@of_positions
+def one_at_a_time_law(x, i, S, at_reveal):
+    weights = {n: math.exp(s) for n, s in selector_logits(x, i, S).items()}
+    return {(frozenset([n]), NEVER, 0): weight / sum(weights.values()) for n, weight in weights.items()}
+
+
+@of_positions
+def stochastic_law(x, i, S, at_reveal):
+    """Without replacement, weights exp(c / 0.3), k_i of them."""
+    weights = {n: math.exp(max(MU[row_of(x)][n]) / 0.3) for n in masks_of(x)}
+    size, law = response_size(x, at_reveal), defaultdict(float)
+    count = size // S + (i < size % S)
+    for order in permutations(weights, min(count, len(weights))):
+        left, probability = sum(weights.values()), 1.0
+        for n in order:
+            probability *= weights[n] / left
+            left -= weights[n]
+        law[frozenset(order), NEVER, 0] += probability
     return law
 
 
-def exact_law(prompt, reveal_law):
-    """{(tokens, reveal steps, times nothing was selected): probability}, by following every branch."""
+def remdm_law(sigma):
+    """sigma(sigma_max, {revealed position: its p at reveal}, masked positions) gives {position: sigma}."""
+
+    @of_positions
+    def law_of(x, i, S, at_reveal):
+        now, soon = i / S, (i + 1) / S
+        at_most = 1.0 if i == 0 else min(1.0, (1 - soon) / now)
+        doubt = sigma(at_most, {n: p for n, p in at_reveal.items() if x[n] != MASK}, masks_of(x))
+        reveal = {n: (soon - (1 - doubt[n]) * now) / (1 - now) for n in masks_of(x)}
+        again = {n: doubt[n] for n in at_reveal if x[n] != MASK}
+        return {
+            (chosen, masked, 0): p * q
+            for (chosen, p), (masked, q) in product(product_law(reveal).items(), product_law(again).items())
+        }
+
+    return law_of
+
+
+def capped(at_most, revealed, masked):
+    return dict.fromkeys([*revealed, *masked], min(0.3, at_most))
+
+
+def rescaled(at_most, revealed, masked):
+    return dict.fromkeys([*revealed, *masked], 0.4 * at_most)
+
+
+def by_confidence(at_most, revealed, masked):
+    total = sum(math.exp(-p) for p in revealed.values())
+    return dict.fromkeys(masked, 0.0) | {n: at_most * math.exp(-p) / total for n, p in revealed.items()}
+
+
+def p2_law(x, i, S, at_reveal):
+    """Proposals first: which positions are doubted depends on them."""
+    mu, masked, law = MU[row_of(x)], masks_of(x), defaultdict(float)
+    written = [*at_reveal, *(n for n in masked if n not in at_reveal)]  # the response
+    for tokens in product(range(V), repeat=len(masked)):
+        proposal = dict(zip(masked, tokens, strict=True))
+        score = {n: mu[n][proposal[n] if n in proposal else x[n]] for n in sorted(written)}
+        low = sorted(score, key=lambda n: (score[n], n))[: len(written) * (S - 1 - i) // S]
+        reveals = tuple((n, proposal[n]) for n in masked if n not in low)
+        again = frozenset(n for n in low if n not in proposal)
+        law[reveals, again, 0] += math.prod(mu[n][proposal[n]] for n in masked)
+    return law
+
+
+def exact_law(prompt, law_of_a_step, S, remasks=False):
+    """{(tokens, steps of the last reveal, revisions, times nothing was selected): probability}, every branch."""
     law = defaultdict(float)
 
-    def follow(x, steps, nothing, i, probability):
-        masked = [n for n in range(N) if x[n] == MASK]
-        if not masked:
-            law[x, steps, nothing] += probability
+    def follow(x, steps, revisions, at_reveal, nothing, i, probability):
+        if i == S or (not masks_of(x) and not remasks):
+            law[x, steps, revisions, nothing] += probability
             return
-        reveals = {(frozenset(masked), 0): 1.0} if i == T - 1 else reveal_law(x, i)
-        mu = MU[row_of(x)]
-        for (chosen, fell_back), reveal_probability in reveals.items():
-            places = sorted(chosen)
-            for tokens in product(range(V), repeat=len(places)):
-                written, when = list(x), list(steps)
-                weight = probability * reveal_probability
-                for n, token in zip(places, tokens, strict=True):
-                    written[n], when[n] = token, i
-                    weight *= mu[n][token]
-                follow(tuple(written), tuple(when), nothing + fell_back, i + 1, weight)
+        everything = {(frozenset(masks_of(x)), NEVER, 0): 1.0}
+        outcomes = with_tokens(everything, x) if i == S - 1 else law_of_a_step(x, i, S, at_reveal)
+        for (reveals, again, fell_back), weight in outcomes.items():
+            if weight == 0:
+                continue
+            written, when, often, known = list(x), list(steps), list(revisions), dict(at_reveal)
+            for n, token in reveals:
+                written[n], when[n], known[n] = token, i, MU[row_of(x)][n][token]
+            for n in again:
+                written[n], often[n] = MASK, often[n] + 1
+            state = tuple(written), tuple(when), tuple(often), known, nothing + fell_back
+            follow(*state, i + 1, probability * weight)
 
-    follow(tuple(prompt), (-1,) * N, 0, 0, 1.0)
+    follow(tuple(prompt), (-1,) * N, (0,) * N, {}, 0, 0, 1.0)
     assert sum(law.values()) == pytest.approx(1)
     return law
 
@@ -105,20 +215,14 @@ def exact_law(prompt, reveal_law):
 # --- draws against it -------------------------------------------------------------------------------------------------
 
 
-def draw(prompt, policy):
+def draw(prompt, policy, max_steps=T):
     prompts = torch.tensor(prompt).expand(DRAWS, N)
-    return generate(TabularDenoiser(THETA), prompts, policy, T, seed=12, temperature=1.0)
+    return generate(TabularDenoiser(THETA), prompts, policy, max_steps, seed=12, temperature=1.0)
 
 
 def outcomes(out):
-    return Counter(
-        zip(
-            map(tuple, out.tokens.tolist()),
-            map(tuple, out.reveal_step.tolist()),
-            out.nothing_selected.tolist(),
-            strict=True,
-        )
-    )
+    columns = (map(tuple, part.tolist()) for part in (out.tokens, out.reveal_step, out.revisions))
+    return Counter(zip(*columns, out.nothing_selected.tolist(), strict=True))
 
 
 def assert_drawn_from(law, counts):
@@ -127,21 +231,37 @@ def assert_drawn_from(law, counts):
     assert_follows([counts.get(outcome, 0) for outcome in law], [draws * probability for probability in law.values()])
 
 
+LAWS = [
+    ("iid", iid_law, T),
+    ("blocks(2,iid)", blocks_of_two_iid_law, T),
+    ("stochastic(top-prob,0.3)", stochastic_law, 2),
+    ("learned", nonempty_law, T),
+    ("lo-arm", one_at_a_time_law, T),
+    ("reward:0.5", bernoulli_law(0.5), T),
+    ("remdm-cap:0.3", remdm_law(capped), 4),
+    ("remdm-rescale:0.4", remdm_law(rescaled), 4),
+    ("remdm-conf", remdm_law(by_confidence), 4),
+    ("p2", p2_law, 4),
+]
+
+
 @pytest.mark.parametrize("prompt", PROMPTS, ids=str)
-@pytest.mark.parametrize(
-    ("policy", "reveal_law"),
-    [
-        pytest.param(IID(), iid_law, id="iid"),
-        pytest.param(Learned(TabularSelector(PSI, NonEmpty())), nonempty_law, id="nonempty"),
-        pytest.param(Learned(TabularSelector(PSI, Bernoulli())), bernoulli_law, id="bernoulli"),
-    ],
-)
-def test_tokens_and_steps_follow_the_enumerated_law(prompt, policy, reveal_law):
-    out = draw(prompt, policy)
-    law = exact_law(prompt, reveal_law)
+@pytest.mark.parametrize(("name", "law", "S"), LAWS, ids=[name for name, _, _ in LAWS])
+def test_tokens_steps_and_revisions_follow_the_enumerated_law(prompt, name, law, S):
+    follows(prompt, parse_policy(name, TabularSelector(PSI, NonEmpty())), law, S)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=str)
+def test_the_bernoulli_selector_follows_the_enumerated_law(prompt):
+    follows(prompt, Learned(TabularSelector(PSI, Bernoulli())), bernoulli_law(1.0), T)
+
+
+def follows(prompt, policy, law, S):
+    out = draw(prompt, policy, S)
+    law = exact_law(prompt, law, S, policy.remasks)
     assert_drawn_from(law, outcomes(out))
     written = defaultdict(float)
-    for (tokens, _, _), probability in law.items():
+    for (tokens, _, _, _), probability in law.items():
         written[tokens] += probability
     assert_drawn_from(written, Counter(map(tuple, out.tokens.tolist())))
 
@@ -170,7 +290,7 @@ def test_exact_laws_agree_on_the_nonempty_selector():
     """The recursion above against the library's enumeration: two independent truths."""
     chain, states = generative_chain(MODEL, N, T)
     written = defaultdict(float)
-    for (tokens, _, _), probability in exact_law(PROMPTS[0], nonempty_law).items():
+    for (tokens, _, _, _), probability in exact_law(PROMPTS[0], nonempty_law, T).items():
         written[tokens] += probability
     for state, probability in zip(states.tolist(), chain.probabilities[0].tolist(), strict=True):
         assert written[tuple(state)] == pytest.approx(probability, abs=1e-12)

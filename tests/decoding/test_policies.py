@@ -1,217 +1,132 @@
-"""Each rule against its definition, read slowly: one position at a time, in plain Python."""
+"""What holds for the decision of every rule.  Each rule against its own definition: test_policies_<family>.py."""
 
-import math
+from dataclasses import fields, replace
 
 import pytest
 import torch
+from torch import Tensor
 
-from unmask.decoding.confidence import Confidence, confidence, log_probabilities
-from unmask.decoding.policies import IID, Learned, Margin, Step, TopProbability, highest
+from tests.decoding.steps import case_of, places, random_case
+from unmask.decoding.policies import RULES, Decision, Step, parse_policy
 from unmask.variational.selection import Bernoulli, NonEmpty
 
-CASES = [(i, S) for S in (2, 3, 5, 16) for i in range(S - 1)]  # never the last step: the loop reveals what is left
 
+class FromHidden:
+    """Logits from what it is given, row by row."""
 
-def random_step(index, max_steps, seed=0, rows=40, L=9, vocab=4):
-    """A step of random tables, some positions exact copies of others: ties.  Returns it with p [rows][L] as lists."""
-    generator = torch.Generator().manual_seed(1000 * seed + 17 * index + max_steps)
-    logits = 2 * torch.randn(rows, L, vocab, dtype=torch.float64, generator=generator)
-    copy_of = torch.randint(L, (rows, L), generator=generator)
-    copied = torch.rand(rows, L, generator=generator) < 0.4
-    logits = torch.where(copied[..., None], logits.gather(1, copy_of[..., None].expand_as(logits)), logits)
-    masked = torch.rand(rows, L, generator=generator) < 0.6
-    masked[:, 0] |= ~masked.any(-1)
-    said = confidence(log_probabilities(logits))
-    uniforms = torch.rand(rows, L + 1, dtype=torch.float64, generator=generator)
-    junk = Confidence(*(torch.where(masked, value, 99.0) for value in said))  # rules read only where masked
-    step = Step(
-        index=index,
-        max_steps=max_steps,
-        masked=masked,
-        num_response=masked.sum(-1) + torch.randint(3, (rows,), generator=generator),  # some already revealed
-        confidence=junk,
-        hidden=torch.randn(rows, L, 3, dtype=torch.float64, generator=generator),
-        attention=torch.ones_like(masked),
-        uniforms=lambda: uniforms,
-    )
-    return step, [[softmax(position) for position in row] for row in logits.tolist()]
+    budgets = tuple(range(1, 10))
 
-
-def softmax(logits):
-    weights = [math.exp(value) for value in logits]
-    return [weight / sum(weights) for weight in weights]
-
-
-def positions(row):
-    return {n for n, is_true in enumerate(row) if is_true}
-
-
-def revealed(policy, step):
-    """What the loop would reveal, as one set of positions a row."""
-    return [positions(row) for row in (policy.decide(step).reveal & step.masked).tolist()]
-
-
-def slow_count(N, i, S):
-    return N // S + (1 if i < N % S else 0)
-
-
-def slow_highest(scores, masked, count):
-    """Take the best masked position `count` times; a later one must be strictly better to win."""
-    left, taken = sorted(masked), set()
-    while left and len(taken) < count:
-        best = left[0]
-        for n in left:
-            if scores[n] > scores[best]:
-                best = n
-        taken.add(best)
-        left.remove(best)
-    return taken
-
-
-def test_highest_breaks_ties_to_the_left():
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randint(-2, 3, (300, 8), generator=generator).double()  # many ties, negative scores too
-    scores[scores == -2] = -torch.inf  # log 0 is a score like another
-    masked = torch.rand(300, 8, generator=generator) < 0.6
-    count = torch.randint(0, 10, (300,), generator=generator)  # none, some, more than there are
-    taken = highest(scores, masked, count).tolist()
-    for row in range(300):
-        expected = slow_highest(scores[row].tolist(), positions(masked[row].tolist()), count[row].item())
-        assert positions(taken[row]) == expected
-
-
-def test_highest_of_all_equal_scores_is_the_left():
-    masked = torch.tensor([[False, True, True, False, True, True]])
-    assert positions(highest(torch.zeros(1, 6), masked, torch.tensor([2]))[0].tolist()) == {1, 2}
-
-
-@pytest.mark.parametrize(("i", "S"), CASES)
-def test_iid(i, S):
-    step, _ = random_step(i, S)
-    u = step.uniforms().tolist()
-    for row, chosen in enumerate(revealed(IID(), step)):
-        assert chosen == {n for n in positions(step.masked[row].tolist()) if u[row][n] < 1 / (S - i)}
-
-
-@pytest.mark.parametrize(("i", "S"), CASES)
-def test_top_probability(i, S):
-    step, p = random_step(i, S)
-    for row, chosen in enumerate(revealed(TopProbability(), step)):
-        c = [max(position) for position in p[row]]
-        k = slow_count(step.num_response[row].item(), i, S)
-        assert chosen == slow_highest(rounded(c), positions(step.masked[row].tolist()), k)
-
-
-@pytest.mark.parametrize(("i", "S"), CASES)
-def test_margin(i, S):
-    step, p = random_step(i, S)
-    for row, chosen in enumerate(revealed(Margin(), step)):
-        margins = []
-        for position in p[row]:
-            first, second = sorted(position, reverse=True)[:2]
-            margins.append(first - second)
-        k = slow_count(step.num_response[row].item(), i, S)
-        assert chosen == slow_highest(rounded(margins), positions(step.masked[row].tolist()), k)
-
-
-def rounded(scores):
-    return [round(score, 12) for score in scores]
-
-
-def test_top_probability_and_margin_differ():
-    """p = (0.5, 0.48, 0.02) has the higher top, (0.4, 0.3, 0.3) the higher margin."""
-    log_p = torch.tensor([[[0.5, 0.48, 0.02], [0.4, 0.3, 0.3]]], dtype=torch.float64).log()
-    masked = torch.ones(1, 2, dtype=torch.bool)
-    step = Step(0, 2, masked, torch.tensor([2]), confidence(log_p), log_p, masked, lambda: torch.rand(1, 3))
-    assert revealed(TopProbability(), step) == [{0}]
-    assert revealed(Margin(), step) == [{1}]
-
-
-class LookUp:
-    """A selector whose logits are given; keeps what it was asked."""
-
-    def __init__(self, logits, budgets, selection=None):
-        self.logits, self.budgets, self.selection = logits, budgets, selection or NonEmpty()
+    def __init__(self, selection):
+        self.selection = selection
 
     def __call__(self, hidden, confidences, masked, t, budget, attention):
-        self.asked = {
-            "hidden": hidden,
-            "confidences": confidences,
-            "masked": masked,
-            "t": t,
-            "budget": budget,
-            "attention": attention,
-        }
-        return self.logits
+        return 3 * hidden.sum(-1) + confidences.sum(-1) + (t / budget)[:, None]
 
 
-def selector_logits(step, shift, seed=5):
+NAMES = [
+    *("iid", "top-prob", "top-prob(confidence=sampled)", "margin", "entropy", "left-to-right"),
+    *("stochastic(margin,0.5)", "stochastic(top-prob(confidence=sampled),0.5)"),
+    *("threshold:0.7", "threshold(0.7,confidence=sampled)", "factor", "factor(1,confidence=sampled)"),
+    *("eb:0.5", "eb(0.5,order=margin)", "eb(0.5,order=entropy)"),
+    *("klass(0.5,0.5,1)", "klass(0.5,0.5,1,confidence=sampled)", "dus"),
+    *("blocks(3,iid)", "blocks(3,entropy)", "blocks(3,dus)", "blocks(3,klass(0.5,0.5,1))"),
+    *("rdm", "rdm(linear,cond)", "p2", "remdm-cap:0.4", "remdm-rescale:0.4", "remdm-conf"),
+    *("learned", "learned(temperature=0.5,floor=0.1,cap=2)", "learned(deterministic)", "lo-arm", "reward"),
+]
+POLICIES = {name: parse_policy(name, FromHidden(NonEmpty())) for name in NAMES}
+POLICIES["learned, bernoulli"] = parse_policy("learned", FromHidden(Bernoulli()))
+
+
+@pytest.fixture(params=POLICIES)
+def policy(request):
+    return POLICIES[request.param]
+
+
+def test_no_rule_is_left_out():
+    assert {type(policy) for policy in POLICIES.values()} == set(RULES.values())
+
+
+def a_step(policy, seed=50):
+    """Nothing but what the rule declares that it reads, and a memory in which something stands."""
+    case = random_case(seed, everywhere=policy.everywhere)
+    rows, L = case.step.masked.shape
     generator = torch.Generator().manual_seed(seed)
-    return 1.5 * torch.randn(step.masked.shape, dtype=torch.float64, generator=generator).round(decimals=1) + shift
+    said = case.step.said | {"change": torch.rand(rows, L, dtype=torch.float64, generator=generator)}
+    memory = {
+        name: torch.randint(0, 3, kept.shape, generator=generator)
+        for name, kept in policy.remember(rows, L, torch.device("cpu")).items()
+    }
+    seen = {"said": {name: said[name] for name in policy.reads}}
+    if not policy.reads:  # decides before the pass
+        seen |= {name: torch.empty(0) for name in ("proposal", "hidden")}
+    return replace(case.step, max_steps=case.step.max_steps + 3, memory=memory, **seen)  # a step for every block
 
 
-def sigmoid(s):
-    return 1 / (1 + math.exp(-s))
+def test_it_reads_what_it_declares_and_answers_in_booleans(policy):
+    step = a_step(policy)
+    decision = policy.decide(step)
+    assert decision.reveal.dtype == torch.bool
+    assert decision.reveal.shape == step.masked.shape
+    assert (decision.remask is not None) == policy.remasks
+    if policy.remasks:
+        assert decision.remask.dtype == torch.bool
+        assert decision.remask.shape == step.masked.shape
+    if decision.nothing_selected is not None:
+        assert decision.nothing_selected.dtype == torch.bool
+        assert decision.nothing_selected.shape == step.index.shape
+    assert set(decision.memory or {}) == set(policy.remember(1, 1, torch.device("cpu")))
+    for name, kept in (decision.memory or {}).items():
+        assert kept.shape == step.memory[name].shape
+        assert kept.dtype == step.memory[name].dtype
 
 
-@pytest.mark.parametrize("shift", [-3.0, 0.0, 2.0])
-@pytest.mark.parametrize(("i", "S"), [(0, 2), (1, 5)])
-def test_learned_nonempty(i, S, shift):
-    """The first revealed is n with probability p_n prod_{m<n} (1 - p_m) / Z; those to its right are independent."""
-    step, _ = random_step(i, S, rows=200)
-    logits = selector_logits(step, shift)
-    chosen = revealed(Learned(LookUp(logits, (S,))), step)
-    decision = Learned(LookUp(logits, (S,))).decide(step)
-    assert not decision.nothing_selected.any()
-    for row in range(len(chosen)):
-        u = step.uniforms()[row].tolist()
-        p = {n: sigmoid(logits[row, n].item()) for n in sorted(positions(step.masked[row].tolist()))}
-        some = 1 - math.prod(1 - value for value in p.values())
-        below, none_yet, first = 0.0, 1.0, None
-        for n, p_n in p.items():
-            below += none_yet * p_n / some
-            none_yet *= 1 - p_n
-            if first is None and u[-1] < below:
-                first = n
-        assert chosen[row] == {first} | {n for n in p if n > first and u[n] < p[n]}
+def picked(value, rows):
+    if isinstance(value, dict):
+        return {name: tensor[rows] for name, tensor in value.items()}
+    return value[rows] if isinstance(value, Tensor) and value.numel() else value
 
 
-@pytest.mark.parametrize("shift", [-3.0, 0.0, 2.0])
-@pytest.mark.parametrize(("i", "S"), [(0, 2), (1, 5)])
-def test_learned_bernoulli(i, S, shift):
-    """Independent; where none is selected, the most probable one, leftmost of equals, and it is counted."""
-    step, _ = random_step(i, S, rows=200)
-    logits = selector_logits(step, shift)
-    decision = Learned(LookUp(logits, (S,), Bernoulli())).decide(step)
-    chosen = revealed(Learned(LookUp(logits, (S,), Bernoulli())), step)
-    fell_back = 0
-    for row in range(len(chosen)):
-        u, masked = step.uniforms()[row].tolist(), positions(step.masked[row].tolist())
-        selected = {n for n in masked if u[n] < sigmoid(logits[row, n].item())}
-        assert decision.nothing_selected[row].item() == (not selected)
-        assert chosen[row] == (selected or slow_highest(logits[row].tolist(), masked, 1))
-        fell_back += not selected
-    assert fell_back > 0 or shift > 0  # the case is there to be tested
+def test_no_row_sees_another(policy):
+    """Alone, and among others in another order, a row gets the same answer."""
+    step = a_step(policy)
+    together = policy.decide(step)
+    rows = len(step.index)
+    shuffled = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
+    for some in [shuffled, *(torch.tensor([row]) for row in range(0, rows, 7))]:
+        part = {field.name: picked(getattr(step, field.name), some) for field in fields(Step)}
+        u = step.uniforms()[some]
+        apart = policy.decide(Step(**part | {"uniforms": lambda u=u: u}))
+        for name in Decision._fields:
+            expected, found = picked(getattr(together, name), some), getattr(apart, name)
+            if isinstance(expected, dict):
+                assert all(torch.equal(found[key], kept) for key, kept in expected.items())
+            elif expected is not None:
+                assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(("i", "S"), CASES)
-def test_what_the_selector_is_asked(i, S):
-    step, p = random_step(i, S, rows=5)
-    network = LookUp(torch.zeros(step.masked.shape), (S,))
-    Learned(network).decide(step)
-    asked = network.asked
-    assert asked["t"].tolist() == [S - 1 - i] * 5
-    assert asked["budget"] == S
-    for name in ("hidden", "masked", "attention"):
-        assert asked[name] is getattr(step, name)
-    for row in range(5):
-        for n, is_masked in enumerate(step.masked[row].tolist()):
-            ranked = sorted(p[row][n], reverse=True)
-            entropy = -sum(value * math.log(value) for value in ranked)
-            expected = [ranked[0], ranked[0] - ranked[1], entropy] if is_masked else [0.0, 0.0, 0.0]
-            assert asked["confidences"][row, n].tolist() == pytest.approx(expected, abs=1e-12)
+def test_it_leaves_what_it_is_told_alone(policy):
+    step = a_step(policy)
+    before = {field.name: getattr(step, field.name) for field in fields(Step)}
+    copies = {name: value.clone() for name, value in before.items() if isinstance(value, Tensor)}
+    copies |= {f"{kind} {name}": value.clone() for kind in ("said", "memory") for name, value in before[kind].items()}
+    policy.decide(step)
+    for name, value in copies.items():
+        kind, _, key = name.partition(" ")
+        assert torch.equal(before[kind][key] if key else before[name], value)
 
 
-def test_names_are_distinct():
-    names = [rule.name for rule in (IID(), TopProbability(), Margin(), Learned(LookUp(None, (3,))))]
-    assert names == ["iid", "top-prob", "margin", "learned"]
+def test_it_works_in_float32_too(policy):
+    """What a model in half precision gives: float32 numbers, float64 draws."""
+    step = a_step(policy)
+    said = {name: values.float() for name, values in step.said.items()}
+    decision = policy.decide(replace(step, said=said, hidden=step.hidden.float()))
+    agree = (decision.reveal & step.masked) == (policy.decide(step).reveal & step.masked)
+    assert agree.double().mean() > 0.99
+
+
+def test_a_step_knows_its_count_and_its_places():
+    case = case_of(random_case(51).rows)
+    assert case.step.count().tolist() == [row.k for row in case.rows]
+    for row, place in zip(case.rows, case.step.place().tolist(), strict=True):
+        assert [place[n] for n in row.response] == list(range(row.N))
+    assert torch.equal(case.step.response, places([row.response for row in case.rows], len(case.rows[0].weights)))

@@ -47,6 +47,11 @@ class Canvas:
         for name, kept in self.memory.items():
             kept[rows] = other.memory[name]
 
+    def record(self, finished: Canvas, rows: Tensor) -> None:
+        """What some rows of another canvas have come to, where they belong among the prompts."""
+        for name in ("tokens", "reveal_step", "revisions", "index", "nothing_selected"):
+            getattr(self, name)[finished.row[rows]] = getattr(finished, name)[rows]
+
     def num_bytes(self) -> int:
         """Of the rule's memory."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.memory.values())

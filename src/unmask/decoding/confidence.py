@@ -14,7 +14,7 @@ from torch import Tensor
 class Confidence(TypedDict, total=False):
     """Of any common shape [...]; from the denoiser's own distribution p.  It holds what was asked for, no more."""
 
-    log_top: Tensor  # log c: rules rank by the log, which keeps apart what 1 - 1e-8 would round together
+    log_top: Tensor  # log c
     margin: Tensor
     entropy: Tensor  # nats
     log_proposal: Tensor  # log p(x) of the token proposed here
@@ -43,42 +43,30 @@ def spread(values: Tensor, at: Tensor) -> Tensor:
 
 
 def confidence(
-    logits: Tensor,  # [..., V], or log-probabilities: a constant makes no difference
+    log_p: Tensor,  # [..., V]: log-probabilities
     wanted: frozenset[str] = FEATURES,  # keys of Confidence
-    highest: tuple[Tensor, Tensor] | None = None,  # the largest logit and its token, [..., 1] each, where known
+    highest: tuple[Tensor, Tensor] | None = None,  # the largest of log_p and its token, [...] each, where known
     proposal: Tensor | None = None,  # [...]
     current: Tensor | None = None,  # [...]
-    previous: Tensor | None = None,  # [..., V] log-probabilities
+    previous: Tensor | None = None,  # [..., V]: log-probabilities at the pass before
 ) -> Confidence:
-    """All that is wanted, from one softmax.  With x_v the logits, x_1 the largest and w_v = exp(x_v - x_1):
-
-    others = sum_{v not 1} w_v     log c = -log(1 + others)     margin = (1 - max_{v not 1} w_v) / (1 + others)
-    H = log(1 + others) - sum_v w_v (x_v - x_1) / (1 + others)
-
-    The arg-max is left out of the sum: 1 + 1e-8 rounds to 1 before a plain log_softmax takes its log.
-    """
+    """All that is wanted about the distributions log_p."""
     said: Confidence = {}
-    if not wanted:
-        return said
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    top, best = logits.max(-1, keepdim=True) if highest is None else highest
-    gap = logits - top  # <= 0
-    weight = gap.exp().scatter(-1, best, 0.0)
-    others = weight.sum(-1)
-    log_total = torch.log1p(others)
+    log_top, best = log_p.max(-1) if highest is None else highest
     if "log_top" in wanted:
-        said["log_top"] = -log_total
+        said["log_top"] = log_top
     if "margin" in wanted:
-        said["margin"] = (1 - weight.amax(-1)) / (1 + others)
-    if "entropy" in wanted:  # at p = 0 the gap is -inf, and -inf * 0 is NaN
-        lowest = torch.finfo(gap.dtype).min
-        said["entropy"] = log_total - (weight * gap.clamp(min=lowest)).sum(-1) / (1 + others)
-    if proposal is not None and "log_proposal" in wanted:
-        said["log_proposal"] = gap.gather(-1, proposal[..., None])[..., 0] - log_total
-    if current is not None and "log_current" in wanted:
-        said["log_current"] = gap.gather(-1, current[..., None])[..., 0] - log_total
-    if previous is not None and "change" in wanted:
-        log_p = gap - log_total[..., None]
+        second = log_p.scatter(-1, best[..., None], -torch.inf).amax(-1)
+        said["margin"] = log_top.exp() - second.exp()
+    if wanted & {"entropy", "change"}:
         p = log_p.exp()
-        said["change"] = torch.where(p > 0, p * (log_p - previous), 0.0).sum(-1)
+        finite = log_p.clamp(min=torch.finfo(log_p.dtype).min)  # at p = 0, 0 * -inf is NaN
+        if "entropy" in wanted:
+            said["entropy"] = -(p * finite).sum(-1)
+        if "change" in wanted and previous is not None:
+            said["change"] = torch.where(p > 0, p * (finite - previous), 0.0).sum(-1)
+    if "log_proposal" in wanted and proposal is not None:
+        said["log_proposal"] = log_p.gather(-1, proposal[..., None])[..., 0]
+    if "log_current" in wanted and current is not None:
+        said["log_current"] = log_p.gather(-1, current[..., None])[..., 0]
     return said

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +90,6 @@ class Engine:
         self.choice, self.batch_size, self.compile = choice or TokenChoice(), batch_size, compile
         self._kept: tuple[Stepper, Canvas] | None = None
 
-    @torch.no_grad()
     def generate(
         self,
         prompts: Tensor | Sequence[Tensor],
@@ -99,30 +100,57 @@ class Engine:
         on_finished: Callable[[int], None] = lambda sequences: None,
     ) -> Generation:
         """As `unmask.generate`."""
+        # Inference mode launches kernels faster.  Its tensors cannot take part in training, so what leaves are copies.
+        with torch.inference_mode():
+            result = self._generate(prompts, seed, ids, attention, on_finished)
+        copies: dict[str, Any] = {name: value.clone() for name, value in vars(result).items() if torch.is_tensor(value)}
+        return replace(result, **copies)
+
+    def _generate(
+        self,
+        prompts: Tensor | Sequence[Tensor],
+        seed: int,
+        ids: Tensor | None,
+        attention: Tensor | None,
+        on_finished: Callable[[int], None],
+    ) -> Generation:
         whole = blank_canvas(prompts, attention, ids, self.denoiser.mask_token_id)
         self.policy.check(self.max_steps, whole.num_response)
         whole.memory = self.policy.remember(len(whole), whole.tokens.shape[1], whole.tokens.device)
-        sizes = whole.num_response.tolist()
+        sizes, total = whole.num_response.tolist(), len(whole)
         stepper, active = self._start(whole, seed)
-        entered = min(len(active), len(whole))  # sequences that are or were in the batch
-        to_read, left, forwards = sum(sizes[:entered]), len(whole), 0
+        # What the host knows of each row of the batch: the sequence that it holds, None if it idles, and its steps.
+        rows: list[int | None] = [row if row < total else None for row in range(len(active))]
+        steps, entered, left, forwards = [0] * len(active), min(len(active), total), total, 0
+        masks, kept = sum(sizes[:entered]), 0
         while left:
             forwards += len(active) * stepper.passes
-            done, to_read = stepper.advance(active, to_read)
-            if not any(done):
+            to_read = sum(sizes[row] for row in rows if row is not None) if self.policy.everywhere else masks
+            over, masks = stepper.advance(active, steps, to_read)
+            steps, kept = [step + 1 for step in steps], max(kept, stepper.num_bytes(active))
+            done = [row for row, sequence in enumerate(rows) if over[row] and sequence is not None]
+            if not done:
                 continue
-            slots = torch.tensor(done, device=active.row.device).nonzero()[:, 0]
-            finished = active.take(slots)
-            whole.put(finished.row, finished)
-            left -= len(slots)
-            on_finished(len(slots))
-            fresh = whole.take(slice(entered, entered + len(slots)))
-            active.put(slots[: len(fresh)], fresh)
-            active.live[slots[len(fresh) :]] = False
-            to_read += sum(sizes[entered : entered + len(fresh)])
+            slots = torch.tensor(done, device=active.row.device)
+            if active is not whole:
+                whole.record(active, slots)
+            left -= len(done)
+            on_finished(len(done))
+            if not left:
+                break
+            stepper.forget_draws()
+            fresh = range(entered, min(entered + len(done), total))  # enter as soon as others are finished
             entered += len(fresh)
-            if not self.compile and len(fresh) < len(slots):  # finished rows leave the batch
+            masks += sum(sizes[sequence] for sequence in fresh)
+            for row, sequence in zip_longest(done, fresh):
+                rows[row], steps[row] = sequence, 0
+            if fresh:
+                active.put(slots[: len(fresh)], whole.take(slice(fresh.start, fresh.stop)))
+            active.live[slots[len(fresh) :]] = False
+            if not self.compile and len(fresh) < len(done):  # and where none is waiting, finished rows leave the batch
                 active = active.take(active.live.nonzero()[:, 0])
+                steps = [step for step, row in zip(steps, rows, strict=True) if row is not None]
+                rows = [row for row in rows if row is not None]
         return Generation(
             tokens=whole.tokens,
             reveal_step=whole.reveal_step,
@@ -132,17 +160,18 @@ class Engine:
             nothing_selected=whole.nothing_selected,
             attention=torch.ones_like(whole.response) if whole.attention is None else whole.attention,
             num_forwards=forwards,
-            memory_bytes=stepper.num_bytes(active),
+            memory_bytes=kept,
         )
 
     def _start(self, whole: Canvas, seed: int) -> tuple[Stepper, Canvas]:
         """The first batch, and what takes it further."""
         size = self.batch_size or len(whole)
-        active = whole.take(slice(size))
+        active = whole if size >= len(whole) and not self.compile else whole.take(slice(size))
         if self.compile and len(active) < size:  # fixed shapes: the rows that are missing idle
             active = whole.take(torch.arange(size, device=whole.row.device).clamp(max=len(whole) - 1))
             active.live[len(whole) :], active.masked[len(whole) :] = False, False
-        active.slot = torch.arange(len(active), device=active.slot.device)
+        if self.compile:
+            active.slot = torch.arange(size, device=active.slot.device)
         if self._kept is not None and self._fits(*self._kept, active):
             stepper, kept = self._kept
             kept.put(active.slot, active)

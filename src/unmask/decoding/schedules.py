@@ -6,5 +6,5 @@ from torch import Tensor
 
 
 def reveal_count(num_response: Tensor, step: int | Tensor, max_steps: int | Tensor) -> Tensor:
-    """k_i = N div S, plus one for the first N mod S steps [B]: they add up to N (LLaDA's reference count)."""
-    return num_response // max_steps + (step < num_response % max_steps).long()
+    """k_i = N div S, plus one for the first N mod S steps [B] (LLaDA's reference count): (N + S - 1 - i) div S."""
+    return (num_response + (max_steps - 1 - step)) // max_steps

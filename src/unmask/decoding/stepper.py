@@ -1,13 +1,18 @@
 """One step of a canvas: the denoiser's pass, the projection where somebody reads it, the rule's decision, the writing.
 
-The same code runs in two ways.  Eagerly, shapes follow the work: finished rows have left, and only the positions
-that are read are projected.  Compiled, shapes stand still: the batch keeps its size, positions come in whole chunks,
-the pieces go through torch.compile, and on a GPU a whole step is one CUDA graph, one for each number of chunks.
+The same code runs in two ways.  Eagerly, shapes follow the work: finished rows have left, and only the positions that
+are read are projected.  Static, shapes stand still: the batch keeps its size, positions come in whole chunks, the
+pieces go through torch.compile, and on a GPU a whole step is one CUDA graph, one for each number of chunks.
+
+A small model decodes as fast as its host can launch kernels, so the eager step is thrifty with them: what the host
+knows (which step a row is at) is not computed on the device, and the device is waited for once a step.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +27,8 @@ from unmask.decoding.tokens import TokenChoice
 # Numbers of one chunk of the projection, positions x vocabulary: large enough to keep the device busy, small enough to
 # stay in its caches (CPU) or out of the way of the weights (GPU).
 CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
+AHEAD = 1 << 22  # uniforms drawn for the steps to come
+NOTHING: frozenset[str] = frozenset()
 
 
 class Denoiser(Protocol):
@@ -38,11 +45,11 @@ class Denoiser(Protocol):
 
 
 class Reading(NamedTuple):
-    """What one pass said, [b * L] each; zero where nothing was projected."""
+    """What a pass said at some places [m] of the flattened canvas."""
 
-    proposal: Tensor
-    peak: Tensor  # the largest logit: not finite if any of them is NaN
-    said: dict[str, Tensor]  # the keys of Confidence that the rule reads
+    proposal: Tensor  # [m]
+    values: Tensor  # [K, m]: in the order of `names`
+    names: tuple[str, ...]  # keys of Confidence; `peak`, the largest logit, where the rule reads nothing
 
 
 class Stepper:
@@ -51,17 +58,18 @@ class Stepper:
     def __init__(
         self, denoiser: Denoiser, policy: Policy, max_steps: int, choice: TokenChoice, canvas: Canvas, static: bool
     ) -> None:
-        self.denoiser, self.policy, self.choice = denoiser, policy, choice
-        self.wanted, self.static = policy.reads, static
+        self.denoiser, self.policy, self.choice, self.static = denoiser, policy, choice, static
         self.passes = 2 if choice.guidance else 1  # of the denoiser a step
         device = canvas.tokens.device
         self.last, self.budget = max_steps - 1, torch.tensor(max_steps, device=device)
         self.seed = torch.tensor(0, device=device)  # a tensor: a CUDA graph would keep a number for ever
         self.batch, self.length = canvas.tokens.shape
         self.longest = int(canvas.num_response.max())
-        self.chunk, self.score_dtype = 0, torch.float32  # set by the first pass, which shows V and the dtype
+        self.chunk = 0  # positions; set by the first pass, which shows V
         self.previous = torch.empty(0)  # log p of the last pass [slot, response position, V], where a rule reads KL
-        self.status = torch.zeros(4, self.batch, dtype=torch.long, device=device)
+        self.status = torch.empty(0)  # [?, b]: what the host must know after a step
+        self.status_names: tuple[str, ...] = ()
+        self.turn, self.drawn_at, self.drawn = 0, 0, torch.empty(0, 0)  # uniforms [b, turns, L + 1] from a turn on
         self.trunk, self.read, self.settle = denoiser.hidden, self._read, self._settle
         if static:
             # Every rule is a program of its own; beyond the limit (8) torch would silently run it eagerly.
@@ -70,13 +78,14 @@ class Stepper:
             self.trunk, self.read, self.settle = compiled(self.trunk), compiled(self.read), compiled(self.settle)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def advance(self, canvas: Canvas, to_read: int) -> tuple[list[int], int]:
-        """One step.  Which rows are finished [b], and how many positions the next step will read.
+    def advance(self, canvas: Canvas, steps: list[int], to_read: int) -> tuple[list[bool], int]:
+        """One step.  Which rows are finished [b], and how many masks are left.
 
-        `to_read`: how many this one reads, at most.
+        `steps` [b]: how many each row has taken.  `to_read`: how many positions this step reads, at most.
         """
+        self.turn += 1
         if not self.static:
-            self._step(canvas, None)
+            self._eager_step(canvas, all_last=min(steps) == self.last, any_last=max(steps) == self.last)
         else:
             if not self.chunk:
                 self._measure(self.trunk(canvas.tokens, canvas.attention))
@@ -84,17 +93,92 @@ class Stepper:
             if canvas.tokens.is_cuda:
                 self._replay(canvas, chunks)
             else:
-                self._step(canvas, chunks)
-        done, bad_logits, bad_scores, left = self.status.tolist()
-        for bad, what in ((bad_logits, "denoiser"), (bad_scores, "selector")):
-            if any(bad):
-                row, step = canvas.row[bad.index(1)], canvas.index[bad.index(1)] - 1
-                raise ValueError(f"the {what}'s logits are not finite for sequence {int(row)} at step {int(step)}")
-        return done, sum(left)
+                self._static_step(canvas, chunks)
+        status = dict(zip(self.status_names, self.status.tolist(), strict=True))  # the device is waited for here
+        for name, what in (("logits", "denoiser"), ("scores", "selector")):
+            for row, total in enumerate(status.get(name, ())):
+                if not math.isfinite(total):
+                    at = f"for sequence {int(canvas.row[row])} at step {steps[row]}"
+                    raise ValueError(f"the {what}'s logits are not finite {at}")
+        over = [
+            step == self.last or stopped or (masks == 0 and not self.policy.remasks)
+            for step, masks, stopped in zip(steps, status["masks"], status.get("stopped", repeat(False)))  # noqa: B905
+        ]
+        return over, int(sum(status["masks"]))
+
+    def forget_draws(self) -> None:
+        """The rows of the canvas have changed."""
+        self.drawn = torch.empty(0, 0)
 
     def num_bytes(self, canvas: Canvas) -> int:
         """What the rule has the loop keep between steps."""
         return canvas.num_bytes() + self.previous.numel() * self.previous.element_size()
+
+    # --- one step, in two ways ----------------------------------------------------------------------------------------
+
+    def _eager_step(self, canvas: Canvas, all_last: bool, any_last: bool) -> None:
+        decision = None
+        last = (canvas.index == self.last)[:, None] if any_last else None  # [b, 1]
+        if all_last:  # nothing to decide
+            decision = Decision(canvas.masked)
+        elif not self.policy.reads:  # the rule does not ask the denoiser: only what it reveals is projected
+            decision = self._decide(canvas, last)
+        at = self._read_at(canvas) if decision is None else decision.reveal
+        wanted = self.policy.reads if decision is None else NOTHING
+        hidden, unguided = self._passes(canvas)
+        if not self.chunk:
+            self._measure(hidden)
+        places = at.flatten().nonzero()[:, 0]
+        if len(places) <= self.chunk:
+            reading = self._read(canvas, hidden, unguided, places, wanted)
+        else:
+            parts = [self._read(canvas, hidden, unguided, part, wanted) for part in places.split(self.chunk)]  # type: ignore[no-untyped-call]
+            proposals, values, names = zip(*parts, strict=True)
+            reading = Reading(torch.cat(proposals), torch.cat(values, dim=-1), names[0])
+        self._settle(canvas, hidden, self._spread(canvas, reading, places), reading.names, decision, last)
+
+    def _static_step(self, canvas: Canvas, chunks: int) -> None:
+        at = self._read_at(canvas)
+        hidden, unguided = self._passes(canvas)
+        names = tuple(sorted(self.policy.reads)) or ("peak",)
+        proposal = canvas.tokens.flatten().clone()
+        values = torch.zeros(len(names), proposal.numel(), dtype=self.score_dtype, device=proposal.device)
+        for places in _compact(at.flatten(), chunks * self.chunk).split(self.chunk) if chunks else ():  # type: ignore[no-untyped-call]
+            found = self.read(canvas, hidden, unguided, places, self.policy.reads)
+            proposal[places], values[:, places] = found.proposal, found.values
+        last = (canvas.index == self.last)[:, None]
+        self.settle(canvas, hidden, (proposal, values), names, None, last)
+
+    def _replay(self, canvas: Canvas, chunks: int) -> None:
+        """The static step as one CUDA graph, recorded when it is first needed."""
+        if chunks not in self.graphs:
+            if not self.graphs:  # compile, and let the libraries set themselves up, before anything is recorded
+                everything = torch.arange(len(canvas), device=canvas.tokens.device)
+                before, previous = canvas.take(everything), self.previous.clone()
+                side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    for _ in range(2):
+                        self._static_step(canvas, chunks)
+                torch.cuda.current_stream().wait_stream(side)
+                canvas.put(everything, before)
+                self.previous.copy_(previous)
+            graph = torch.cuda.CUDAGraph()
+            pool = next(iter(self.graphs.values())).pool() if self.graphs else None
+            with torch.cuda.graph(graph, pool=pool):
+                self._static_step(canvas, chunks)
+            self.graphs[chunks] = graph
+        self.graphs[chunks].replay()
+
+    # --- its parts ----------------------------------------------------------------------------------------------------
+
+    def _passes(self, canvas: Canvas) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [b, L, D] of the canvas, and for guidance those of the canvas with its prompt masked."""
+        hidden = self.trunk(canvas.tokens, canvas.attention)
+        if not self.choice.guidance:
+            return hidden, None
+        no_prompt = torch.where(canvas.response, canvas.tokens, self.denoiser.mask_token_id)
+        return hidden, self.trunk(no_prompt, canvas.attention)
 
     def _measure(self, hidden: Tensor) -> None:
         """Everything that depends on the vocabulary."""
@@ -102,80 +186,60 @@ class Stepper:
         V, device = probe.shape[-1], probe.device
         self.score_dtype = torch.promote_types(probe.dtype, torch.float32)
         self.chunk = max(1, min(CHUNK.get(device.type, CHUNK["cuda"]) // V, self.batch * self.longest))
-        if "change" in self.wanted:
+        if "change" in self.policy.reads:
             self.previous = torch.zeros(self.batch, self.longest, V, dtype=self.score_dtype, device=device)
 
-    def _step(self, canvas: Canvas, chunks: int | None) -> None:
-        """`chunks`: of the projection, where shapes stand still; None: as many as it takes."""
-        decision = None
-        if self.wanted or chunks is not None:
-            at = self._read_at(canvas)
-        else:  # the rule does not ask the denoiser: only what it reveals is projected
-            decision = self._decide(canvas, None, None)
-            at = decision.reveal
-        hidden = self.trunk(canvas.tokens, canvas.attention)
-        unguided = self._without_prompt(canvas) if self.choice.guidance else None
-        if not self.chunk:
-            self._measure(hidden)
-        reading = self._blank(canvas)
-        places = at.flatten().nonzero()[:, 0] if chunks is None else _compact(at.flatten(), chunks * self.chunk)
-        for chunk in torch.split(places, self.chunk) if len(places) else ():
-            found = self.read(canvas, hidden, unguided, chunk)
-            for kept, values in zip(_tensors(reading), _tensors(found), strict=True):
-                kept[chunk] = values
-        self.settle(canvas, hidden, reading, decision)
-
     def _read_at(self, canvas: Canvas) -> Tensor:
-        """[b, L] bool: the positions that somebody reads."""
+        """[b, L] bool: the positions that the rule looks at."""
         return canvas.response & canvas.live[:, None] if self.policy.everywhere else canvas.masked
 
-    def _without_prompt(self, canvas: Canvas) -> Tensor:
-        """Hidden states of the same canvas with its prompt masked."""
-        return self.trunk(torch.where(canvas.response, canvas.tokens, self.denoiser.mask_token_id), canvas.attention)
-
-    def _blank(self, canvas: Canvas) -> Reading:
-        def numbers() -> Tensor:
-            return torch.zeros(canvas.tokens.numel(), dtype=self.score_dtype, device=canvas.tokens.device)
-
-        return Reading(
-            torch.zeros_like(canvas.tokens).flatten(), numbers(), {name: numbers() for name in sorted(self.wanted)}
-        )
-
-    def _read(self, canvas: Canvas, hidden: Tensor, unguided: Tensor | None, at: Tensor) -> Reading:
-        """Proposal and confidence [m] at the places `at` [m] of the flattened canvas."""
-        choice, row = self.choice, at // canvas.tokens.shape[1]
+    def _read(
+        self, canvas: Canvas, hidden: Tensor, unguided: Tensor | None, at: Tensor, wanted: frozenset[str]
+    ) -> Reading:
+        """Proposal and confidence at the places `at` [m] of the flattened canvas."""
+        choice = self.choice
         logits = self.denoiser.logits(hidden.flatten(0, 1)[at])  # [m, V]
         if unguided is not None:
             base = self.denoiser.logits(unguided.flatten(0, 1)[at])
             logits = base + (1 + choice.guidance) * (logits - base)
-        place = canvas.place.flatten()[at]
         if choice.min_length:
-            early = (place < choice.min_length)[:, None]
+            early = (canvas.place.flatten()[at] < choice.min_length)[:, None]
             is_eos = torch.arange(logits.shape[-1], device=logits.device) == choice.eos_token_id
             logits = torch.where(early & is_eos, -torch.inf, logits)
-        peak, best = logits.max(-1, keepdim=True)
-        proposal = best[:, 0]
+        if wanted:
+            log_p = log_probabilities(logits)
+            highest = log_p.max(-1)
+        else:
+            log_p, highest = logits, logits.max(-1)
+        proposal = highest.indices
         if choice.temperature > 0:
+            row = at // self.length
             words = canvas.index[row], canvas.id[row], canvas.position.flatten()[at]
             uniforms = streams.uniforms(self.seed, streams.Purpose.TOKEN, *words, dtype=torch.float64)
             proposal = choice.propose(logits, uniforms)
+        if not wanted:
+            return Reading(proposal, highest.values[None], ("peak",))
         current = previous = None
-        if "log_current" in self.wanted:  # the mask token is no token: where it stands, nobody looks at this
+        if "log_current" in wanted:  # the mask token is no token: where it stands, nobody looks at this
             current = canvas.tokens.flatten()[at].clamp(max=logits.shape[-1] - 1)
-        if "change" in self.wanted:
-            kept = canvas.slot[row], place.clamp(min=0)
+        if "change" in wanted:
+            kept = canvas.slot[at // self.length], canvas.place.flatten()[at].clamp(min=0)
             previous = self.previous[kept]
-            self.previous[kept] = log_probabilities(logits).to(self.score_dtype)
-        said = confidence(logits, self.wanted, (peak, best), proposal, current, previous)
-        return Reading(proposal, peak[:, 0].to(self.score_dtype), {name: said[name] for name in sorted(self.wanted)})  # type: ignore[literal-required]
+            self.previous[kept] = log_p
+        said: dict[str, Tensor] = confidence(log_p, wanted, highest, proposal, current, previous)  # type: ignore[assignment]
+        names = tuple(sorted(wanted))
+        values = torch.stack([said[name] for name in names]) if len(names) > 1 else said[names[0]][None]
+        return Reading(proposal, values, names)
 
-    def _decide(self, canvas: Canvas, hidden: Tensor | None, reading: Reading | None) -> Decision:
-        """The rule's answer, with the last step's certainty and the masks put in."""
-        seen: dict[str, Any] = {}
-        if reading is not None and hidden is not None:
-            shape = canvas.tokens.shape
-            said: Confidence = {name: values.view(shape) for name, values in reading.said.items()}  # type: ignore[assignment]
-            seen = {"hidden": hidden, "said": said, "proposal": reading.proposal.view(shape)}
+    def _spread(self, canvas: Canvas, reading: Reading, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Proposals [b * L], the tokens as they are elsewhere, and values [K, b * L], zero elsewhere."""
+        proposal = canvas.tokens.flatten().index_put((places,), reading.proposal)
+        values = reading.values.new_zeros(len(reading.names), proposal.numel())
+        values[:, places] = reading.values
+        return proposal, values
+
+    def _decide(self, canvas: Canvas, last: Tensor | None, **seen: Any) -> Decision:
+        """The rule's answer, with the last step's certainty in it."""
         decision = self.policy.decide(
             Step(
                 index=canvas.index,
@@ -191,56 +255,64 @@ class Stepper:
                 **seen,
             )
         )
-        last = (canvas.index >= self.last)[:, None]
-        return decision._replace(reveal=canvas.masked & (decision.reveal | last))
+        reveal = decision.reveal if last is None else decision.reveal | last
+        return decision._replace(reveal=canvas.masked & reveal)
 
-    def _settle(self, canvas: Canvas, hidden: Tensor, reading: Reading, decision: Decision | None) -> None:
-        """Decide, if that has not been done, and write."""
+    def _settle(
+        self,
+        canvas: Canvas,
+        hidden: Tensor,
+        read: tuple[Tensor, Tensor],  # of all places: proposal [b * L], values [K, b * L]
+        names: tuple[str, ...],
+        decision: Decision | None,  # None: still to be made
+        last: Tensor | None,  # [b, 1] bool: rows at their last step; None: there are none
+    ) -> None:
+        """Decide, write, and say how it stands."""
+        shape, remasks = canvas.tokens.shape, self.policy.remasks
+        proposal, values = read[0].view(shape), dict(zip(names, read[1].view(-1, *shape).unbind(), strict=True))
         if decision is None:
-            decision = self._decide(canvas, hidden, reading)
-        shape, i, last = canvas.tokens.shape, canvas.index, canvas.index >= self.last
-        bad = ~torch.isfinite(reading.peak.view(shape)).all(-1)
-        bad_scores = torch.zeros_like(bad)
+            said: Confidence = values  # type: ignore[assignment]
+            decision = self._decide(canvas, last, hidden=hidden, said=said, proposal=proposal)
         reveal = decision.reveal
-        masked = canvas.masked & ~reveal
-        tokens = torch.where(reveal, reading.proposal.view(shape), canvas.tokens)
-        reveal_step = torch.where(reveal, i[:, None], canvas.reveal_step)
-        if "log_proposal" in self.wanted:
-            log_p = reading.said["log_proposal"].view(shape)
-            self._set(canvas, "log_reveal", torch.where(reveal, log_p, canvas.log_reveal))
+        masked = canvas.masked ^ reveal
+        tokens = torch.where(reveal, proposal, canvas.tokens)
+        reveal_step = torch.where(reveal, canvas.index[:, None], canvas.reveal_step)
+        if "log_proposal" in values and remasks:
+            self._set(canvas, "log_reveal", torch.where(reveal, values["log_proposal"], canvas.log_reveal))
         if decision.remask is not None:
-            remask = decision.remask & canvas.response & ~canvas.masked & (canvas.live & ~last)[:, None]
+            remask = decision.remask & canvas.response & ~canvas.masked & canvas.live[:, None]
+            remask = remask if last is None else remask & ~last
             masked = masked | remask
             tokens = torch.where(remask, self.denoiser.mask_token_id, tokens)
             self._set(canvas, "revisions", canvas.revisions + remask)
         if decision.nothing_selected is not None:
-            nothing = decision.nothing_selected & canvas.live & ~last
+            nothing = decision.nothing_selected & canvas.live
+            nothing = nothing if last is None else nothing & ~last[:, 0]
             self._set(canvas, "nothing_selected", canvas.nothing_selected + nothing)
-        if decision.scores is not None:
-            asked = canvas.masked & ~last[:, None]
-            bad_scores = ~torch.isfinite(torch.where(asked, decision.scores, 0.0)).all(-1)
         for name, kept in (decision.memory or {}).items():
             self._set(canvas.memory, name, kept)
-        over = last
+        status = {}
         if self.choice.stop_at_eos:
             is_eos = canvas.response & ~masked & (tokens == self.choice.eos_token_id)
             before = masked & (is_eos.cumsum(-1) == 0)  # masks with no EOS to their left
-            over = over | (masked.any(-1) & ~before.any(-1))
-            rest = masked & over[:, None]
+            stopped = masked.any(-1) & ~before.any(-1)
+            rest = masked & stopped[:, None]
             tokens = torch.where(rest, torch.full_like(tokens, self.choice.eos_token_id or 0), tokens)
-            reveal_step = torch.where(rest, i[:, None], reveal_step)
+            reveal_step = torch.where(rest, canvas.index[:, None], reveal_step)
             masked = masked & ~rest
-        left = masked.sum(-1)
-        if not self.policy.remasks:
-            over = over | (left == 0)
-        over = over & canvas.live
+            status["stopped"] = stopped
+        # A sum over a row is finite exactly where all of it is.
+        checked = next(name for name in ("log_top", "log_proposal", "margin", "entropy", "peak") if name in values)
+        status |= {"masks": masked.sum(-1), "logits": values[checked].sum(-1)}
+        if decision.scores is not None:
+            asked = canvas.masked if last is None else canvas.masked & ~last
+            status["scores"] = torch.where(asked, decision.scores, 0.0).sum(-1)
         self._set(canvas, "tokens", tokens)
         self._set(canvas, "reveal_step", reveal_step)
         self._set(canvas, "masked", masked)
-        self._set(canvas, "index", i + canvas.live)
-        if self.policy.everywhere:
-            left = canvas.num_response * (canvas.live & ~over)
-        self._set(self, "status", torch.stack([over.long(), bad.long(), bad_scores.long(), left]))
+        self._set(canvas, "index", canvas.index + (canvas.live if self.static else 1))
+        self._set(self, "status", torch.stack(list(status.values())))
+        self.status_names = tuple(status)
 
     def _set(self, holder: Any, name: str, value: Tensor) -> None:
         """Eagerly a name, with shapes that stand still a place in memory: a CUDA graph knows addresses."""
@@ -255,30 +327,19 @@ class Stepper:
 
     def _uniforms(self, canvas: Canvas) -> Tensor:
         """[b, L + 1]: one draw a position, and under the position -1 one for the whole sequence."""
-        words = torch.cat([canvas.position, torch.full_like(canvas.position[:, :1], -1)], dim=-1)
-        step, ids = canvas.index[:, None], canvas.id[:, None]
-        return streams.uniforms(self.seed, streams.Purpose.REVEAL, step, ids, words, dtype=torch.float64)
+        steps = canvas.index[:, None, None]
+        if self.static:
+            return self._draw(canvas, steps)[:, 0]
+        if self.turn - self.drawn_at >= self.drawn.shape[1]:  # a hash takes fifty kernels, for one step or for many
+            ahead = torch.arange(max(1, min(self.last, AHEAD // canvas.tokens.numel())), device=steps.device)
+            self.drawn, self.drawn_at = self._draw(canvas, steps + ahead[:, None]), self.turn
+        return self.drawn[:, self.turn - self.drawn_at]
 
-    def _replay(self, canvas: Canvas, chunks: int) -> None:
-        """The step as one CUDA graph, recorded when it is first needed."""
-        if chunks not in self.graphs:
-            if not self.graphs:  # compile, and let the libraries set themselves up, before anything is recorded
-                everything = torch.arange(len(canvas), device=canvas.tokens.device)
-                before, previous = canvas.take(everything), self.previous.clone()
-                side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-                side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side):
-                    for _ in range(2):
-                        self._step(canvas, chunks)
-                torch.cuda.current_stream().wait_stream(side)
-                canvas.put(everything, before)
-                self.previous.copy_(previous)
-            graph = torch.cuda.CUDAGraph()
-            pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-            with torch.cuda.graph(graph, pool=pool):
-                self._step(canvas, chunks)
-            self.graphs[chunks] = graph
-        self.graphs[chunks].replay()
+    def _draw(self, canvas: Canvas, steps: Tensor) -> Tensor:
+        """[b, steps, L + 1] for the steps [b, steps, 1]."""
+        words = torch.cat([canvas.position, torch.full_like(canvas.position[:, :1], -1)], dim=-1)[:, None]
+        ids = canvas.id[:, None, None]
+        return streams.uniforms(self.seed, streams.Purpose.REVEAL, steps, ids, words, dtype=torch.float64)
 
 
 def _compact(at: Tensor, size: int) -> Tensor:
@@ -289,7 +350,3 @@ def _compact(at: Tensor, size: int) -> Tensor:
     target = torch.where(at, at.long().cumsum(-1) - 1, size)
     places = at.long().argmax().expand(size + 1).clone()
     return places.scatter_(0, target, torch.arange(len(at), device=at.device))[:size]
-
-
-def _tensors(reading: Reading) -> list[Tensor]:
-    return [reading.proposal, reading.peak, *(reading.said[name] for name in sorted(reading.said))]

@@ -76,18 +76,20 @@ SIZES: dict[str, BackboneConfig] = {
 }
 
 
-def rotary_angles(positions: Tensor, head_width: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta^(-2j/E) for j < E/2, as [..., 1, L, E/2], in float32."""
+Rotary = tuple[Tensor, Tensor]
+
+
+def rotary_angles(positions: Tensor, head_width: int, theta: float) -> Rotary:
+    """cos and signed sin of position * theta^(-2j/E) for j < E/2, each twice, as [B or 1, L, 1, 1, E] float32."""
     frequencies = theta ** (-torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32) / head_width)
-    angles = positions[..., None, :, None].float() * frequencies
-    return angles.cos(), angles.sin()
+    angles = positions[..., None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], dim=-1)[:, :, None, None], torch.cat([-sin, sin], dim=-1)[:, :, None, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x_j, x_{j + E/2}) of x [B, H, L, E]."""
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    """Rotate the pairs (x_j, x_{j + E/2}) of x [B, L, ..., H, E]: the partner, x rolled by E/2, comes with its sign."""
+    return torch.addcmul(x * cos.to(x.dtype), x.roll(x.shape[-1] // 2, -1), sin.to(x.dtype))
 
 
 class Block(nn.Module):
@@ -100,8 +102,8 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(D, eps=config.norm_eps)
         self.query_key_value = nn.Linear(D, 3 * D, bias=False)
         self.attention_out = nn.Linear(D, D, bias=False)
-        self.query_norm = nn.RMSNorm(head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.key_norm = nn.RMSNorm(head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.query_norm = nn.RMSNorm(head_width, eps=config.norm_eps) if config.qk_norm else None
+        self.key_norm = nn.RMSNorm(head_width, eps=config.norm_eps) if config.qk_norm else None
         self.mlp_norm = nn.RMSNorm(D, eps=config.norm_eps)
         self.gate_up = nn.Linear(D, 2 * config.intermediate, bias=False)
         self.down = nn.Linear(config.intermediate, D, bias=False)
@@ -110,11 +112,15 @@ class Block(nn.Module):
         for write in (self.attention_out, self.down):  # residual branches start small, or depth blows up the stream
             nn.init.normal_(write.weight, std=small_init(D) / (2 * config.layers) ** 0.5)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, attend: Tensor | None) -> Tensor:
         B, L, D = x.shape
         qkv = self.query_key_value(self.attention_norm(x)).view(B, L, 3, self.heads, D // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # [B, H, L, E] each
-        query, key = rotate(self.query_norm(query), *rotary), rotate(self.key_norm(key), *rotary)
+        query_key = qkv[:, :, :2]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key, _ = qkv.unbind(2)
+            query_key = torch.stack([self.query_norm(query), self.key_norm(key)], dim=2)
+        query, key = rotate(query_key, *rotary).unbind(2)
+        query, key, value = (states.transpose(1, 2) for states in (query, key, qkv[:, :, 2]))  # [B, H, L, E] each
         mixed = scaled_dot_product_attention(query, key, value, attn_mask=attend)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(B, L, D))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
@@ -124,6 +130,9 @@ class Block(nn.Module):
 class Backbone(nn.Module):
     """Tokens [B, L] to normalised hidden states [B, L, D].  `num_tokens` counts every id, the mask's included."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: BackboneConfig, num_tokens: int) -> None:
         super().__init__()
         self.config = config
@@ -131,6 +140,10 @@ class Backbone(nn.Module):
         self.positions = nn.Embedding(config.max_length, config.width) if config.absolute_positions else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        everywhere = torch.arange(config.max_length)[None]
+        cos, sin = rotary_angles(everywhere, config.width // config.heads, config.rope_theta)
+        self.register_buffer("cos", cos, persistent=False)  # [1, max_length, 1, 1, E]: a compiled pass that computed
+        self.register_buffer("sin", sin, persistent=False)  # them would do so again in every block
         nn.init.normal_(self.embedding.weight, std=small_init(config.width))
         if self.positions is not None:
             nn.init.normal_(self.positions.weight, std=small_init(config.width))
@@ -146,10 +159,16 @@ class Backbone(nn.Module):
         x = self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions(positions)
-        rotary = rotary_angles(positions, self.config.width // self.config.heads, self.config.rope_theta)
+        rotary = self._rotary(positions, attention is None)
         for block in self.blocks:
             x = block(x, rotary, attend)
         return self.norm(x)
+
+    def _rotary(self, positions: Tensor, in_order: bool) -> Rotary:
+        """The tables at these positions [B or 1, L]."""
+        if in_order:
+            return self.cos[:, : positions.shape[1]], self.sin[:, : positions.shape[1]]
+        return self.cos[0][positions], self.sin[0][positions]
 
 
 def place(tokens: Tensor, attention: Tensor | None) -> tuple[Tensor, Tensor | None]:

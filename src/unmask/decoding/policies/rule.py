@@ -128,7 +128,7 @@ def descending(score: Tensor, among: Tensor) -> Tensor:
 def first(order: Tensor, count: Tensor) -> Tensor:
     """[b, L] bool: the first `count` [b] positions of `order` [b, L]."""
     early = torch.arange(order.shape[-1], device=order.device) < count[:, None]
-    return torch.zeros_like(early).scatter(-1, order, early)
+    return torch.empty_like(early).scatter_(-1, order, early)  # a permutation: every place is written
 
 
 def highest(score: Tensor, among: Tensor, count: Tensor) -> Tensor:

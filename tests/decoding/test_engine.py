@@ -1,0 +1,232 @@
+"""How work is laid out must not show in the results: continuous batching, fixed shapes, chunks, engines used again."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.decoding.small import (
+    MASK,
+    POLICIES,
+    PROMPTS,
+    Recorded,
+    V,
+    accounts,
+    all_results,
+    histories,
+    prompts_for,
+    results,
+    small_denoiser,
+)
+from unmask.decoding import stepper
+from unmask.decoding.generate import Engine, generate
+from unmask.decoding.policies import parse_policy
+from unmask.decoding.tokens import TokenChoice
+from unmask.variational.selection import NonEmpty
+
+DENOISER = small_denoiser()
+IDS = torch.tensor([100, 7, 31, 8, 2, 55, 1_000_003])
+CHOICE = TokenChoice(temperature=1.2, top_p=0.9, guidance=0.5, eos_token_id=4, min_length=1, stop_at_eos=True)
+SAMPLED = TokenChoice(temperature=1.0)
+
+
+@pytest.fixture(params=POLICIES)
+def policy(request):
+    return POLICIES[request.param]
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """`compile=True` without its compiler: fixed shapes, run eagerly."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+def fresh(policy, prompts, choice=SAMPLED, **options):
+    """What a call of its own, all prompts at once, eagerly, gives."""
+    return all_results(Engine(DENOISER, policy, 6, choice).generate(prompts, **options))
+
+
+# --- continuous batching ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch_size", "guidance"), [(1, 0.0), (2, 1.0), (3, 0.0), (6, 0.0), (50, 0.0)])
+@pytest.mark.parametrize("name", ["top-prob", "iid", "p2"])
+def test_the_batch_is_full_while_prompts_wait(name, batch_size, guidance):
+    """The next prompt enters where one has finished, rows leave when none waits, and every pass is counted."""
+    denoiser, prompts = Recorded(DENOISER), prompts_for(POLICIES[name])
+    out = generate(denoiser, prompts, POLICIES[name], 6, seed=4, batch_size=batch_size, guidance=guidance)
+    for row, history in enumerate(histories(denoiser, out, batch_size)):  # asserts the sizes of the passes
+        assert torch.equal(history[0], prompts[row])
+        assert len(history) == out.num_steps[row] + 1
+        assert accounts(history) == (results(out, row)["reveal_step"], results(out, row)["revisions"])
+    assert out.num_forwards == sum(len(seen) for seen in denoiser.passes) == out.num_passes.sum()
+    assert max(len(seen) for seen in denoiser.passes) == min(batch_size, 7)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_finished_sequences_are_told(compile, uncompiled):
+    told = []
+    out = generate(DENOISER, PROMPTS, POLICIES["top-prob"], 13, batch_size=3, compile=compile, on_finished=told.append)
+    assert sum(told) == 7
+    assert all(told)
+    assert max(told) <= 3
+    assert out.num_steps.tolist() == [(prompt == MASK).sum() for prompt in PROMPTS]
+
+
+def test_the_batch_size_says_what_the_rule_keeps():
+    """KLASS keeps a distribution for each row of the batch, not for each prompt."""
+    whole, half = (generate(DENOISER, PROMPTS[3:], POLICIES["klass"], 6, batch_size=size) for size in (4, 2))
+    assert 0 < half.memory_bytes < whole.memory_bytes
+
+
+def test_distributions_of_the_pass_before_belong_to_their_sequence():
+    """KLASS, its rows moving as others leave and enter: it is the one rule that the loop keeps something for."""
+    policy, seen = POLICIES["klass(0.2,0.05,1)"], set()
+    longest_first = sorted(PROMPTS, key=lambda prompt: -(prompt == MASK).sum())
+    expected = fresh(policy, longest_first)
+    for batch_size in (1, 2, 3, 4):
+        out = generate(DENOISER, longest_first, policy, 6, temperature=1.0, batch_size=batch_size)
+        assert all_results(out) == expected
+        seen |= set(out.num_steps.tolist())
+    alone = [
+        results(generate(DENOISER, p[None], policy, 6, temperature=1.0, ids=torch.tensor([row])), 0)
+        for row, p in enumerate(longest_first)
+    ]
+    assert expected == alone
+    top = fresh(POLICIES["top-prob"], longest_first)
+    assert expected != top, "nothing was stable: the test would see no distribution"
+
+
+# --- chunks of the projection -----------------------------------------------------------------------------------------
+
+
+def test_chunks_of_the_projection_do_not_show(policy, monkeypatch):
+    """More positions than fit a chunk, and a last chunk that is not full."""
+    prompts = prompts_for(policy)
+    expected = fresh(policy, prompts, CHOICE)
+    monkeypatch.setitem(stepper.CHUNK, "cpu", 4 * V)
+    denoiser = Recorded(DENOISER)
+    assert all_results(Engine(denoiser, policy, 6, CHOICE).generate(prompts)) == expected
+    assert max(denoiser.projected) <= 4
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "chunk", "choice"), [(3, 4, SAMPLED), (9, 1000, CHOICE)], ids=["small", "larger than needed"]
+)
+def test_fixed_shapes_do_not_show(policy, batch_size, chunk, choice, uncompiled, monkeypatch):
+    """The same tokens, steps and revisions, whatever idles; in one chunk or in many."""
+    monkeypatch.setitem(stepper.CHUNK, "cpu", chunk * V)
+    prompts = prompts_for(policy)[::-1]  # the longest first
+    denoiser = Recorded(DENOISER)
+    out = Engine(denoiser, policy, 6, choice, batch_size=batch_size, compile=True).generate(prompts, ids=IDS)
+    assert all_results(out) == fresh(policy, prompts, choice, ids=IDS)
+    assert {len(seen) for seen in denoiser.passes} == {batch_size}  # the shapes did stand still
+    assert {rows for rows in denoiser.projected if rows > 1} == {min(chunk, batch_size * 12)}
+    set_up = batch_size  # the first pass is made once more, to see what V is
+    assert out.num_forwards == sum(len(seen) for seen in denoiser.passes) - set_up
+    assert out.num_forwards >= out.num_passes.sum()
+
+
+# --- an engine used again ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "compile"),
+    [("klass(0.2,0.05,1)", False)]
+    + [
+        (name, True) for name in ("blocks(3,klass(0.2,0.05,1))", "rdm(linear,cond)", "remdm-conf", "learned, bernoulli")
+    ],
+)
+def test_an_engine_used_again_is_as_good_as_new(name, compile, uncompiled):
+    """Nothing of the call before is left: shapes, seeds, ids, paddings, and longer responses than before."""
+    policy = POLICIES[name]
+    long, short = prompts_for(policy)[::-1], [PROMPTS[0], PROMPTS[4]]
+    flat = PROMPTS[0].repeat(4, 1)
+    padded = torch.ones(4, 8, dtype=torch.bool)
+    padded[1:3, 7] = False
+    engine = Engine(DENOISER, policy, 6, SAMPLED, batch_size=3, compile=compile)
+    for call, (prompts, options) in enumerate(
+        [
+            (short, {}),
+            (long, {"seed": 1}),  # longer sequences
+            (long, {"seed": 2, "ids": IDS}),  # the same shape
+            (long, {"seed": 1}),
+            (flat, {"seed": 3}),  # no padding
+            (flat, {"seed": 3, "attention": padded}),  # the same shape with padding
+            (flat, {"seed": 4}),
+            ([PROMPTS[0], PROMPTS[0][2:]], {"seed": 5}),  # fewer than the batch
+            (torch.full((4, 8), MASK), {"seed": 6}),  # the same shape, a longer response
+            (long, {"seed": 2, "ids": IDS}),
+        ]
+    ):
+        assert all_results(engine.generate(prompts, **options)) == fresh(policy, prompts, **options), f"call {call}"
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if "klass" in name] + ["iid", "p2"])
+def test_a_later_prompt_may_have_the_longest_response(name, uncompiled):
+    """What is set up for the first batch must hold all that come."""
+    policy = POLICIES[name]
+    prompts = sorted(prompts_for(policy), key=lambda prompt: (prompt == MASK).sum())
+    for compile in (False, True):
+        out = Engine(DENOISER, policy, 6, SAMPLED, batch_size=2, compile=compile).generate(prompts)
+        assert all_results(out) == fresh(policy, prompts)
+
+
+def test_an_engine_survives_a_denoiser_that_did_not(uncompiled):
+    """After NaN logits half-way, the next call starts from nothing."""
+
+    class Breaks(Recorded):
+        broken = False
+
+        def logits(self, hidden):
+            logits = super().logits(hidden)
+            return torch.full_like(logits, torch.nan) if self.broken and len(self.passes) > 4 else logits
+
+    denoiser = Breaks(DENOISER)
+    engine = Engine(denoiser, POLICIES["p2"], 6, SAMPLED, batch_size=3, compile=True)
+    denoiser.broken = True
+    with pytest.raises(ValueError, match="not finite"):
+        engine.generate(PROMPTS)
+    denoiser.broken = False
+    assert all_results(engine.generate(PROMPTS)) == fresh(POLICIES["p2"], PROMPTS)
+
+
+# --- the compiler -----------------------------------------------------------------------------------------------------
+
+
+class Tiny(torch.nn.Module):
+    """A denoiser and a selector of a few kernels: g++ takes its time for each."""
+
+    mask_token_id, budgets, selection = 5, (4,), NonEmpty()
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.table = torch.randn(6, 8, generator=generator)
+        self.head = torch.randn(8, 5, generator=generator)
+
+    def hidden(self, tokens, attention=None):
+        hidden = self.table[tokens]
+        return hidden + hidden.cumsum(1) * torch.linspace(-1, 1, tokens.shape[1])[:, None]
+
+    def logits(self, hidden):
+        return hidden @ self.head
+
+    def forward(self, hidden, confidences, masked, t, budget, attention):
+        return hidden[..., 0] + confidences[..., 1] - t.clamp(min=1).log()[:, None]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on the CPU needs a C++ compiler: no g++ here")
+@pytest.mark.parametrize("name", ["learned", "p2"])
+def test_compiled_is_eager(name):
+    """Five prompts in a batch of two; the same engine twice, so that what was compiled is used again."""
+    torch._dynamo.reset()
+    tiny = Tiny()
+    policy = parse_policy(name, tiny)
+    prompts = torch.tensor([[row, 5, 5, 5, 4 - row, 5, 5] for row in range(5)])
+    prompts[1, 5] = prompts[3, 1] = 2
+    engine = Engine(tiny, policy, 4, SAMPLED, batch_size=2, compile=True)
+    for seed in (0, 1):
+        compiled = engine.generate(prompts, seed=seed)
+        assert all_results(compiled) == all_results(Engine(tiny, policy, 4, SAMPLED).generate(prompts, seed=seed))
+    assert compiled.num_forwards >= compiled.num_passes.sum()

@@ -1,0 +1,286 @@
+"""threshold, factor, eb, klass: as many masks as the denoiser is sure of."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.decoding.steps import (
+    CountingDenoiser,
+    best,
+    case_of,
+    counting_denoiser,
+    ordered,
+    places,
+    plain_row,
+    positions,
+    random_case,
+    random_row,
+    reveals,
+    tensor,
+)
+from unmask.decoding.generate import generate
+from unmask.decoding.policies import (
+    Blocks,
+    Entropy,
+    EntropyBounded,
+    Factor,
+    KLStable,
+    Margin,
+    Threshold,
+    TopProbability,
+)
+
+CASES = [random_case(seed) for seed in range(10, 13)]
+both_confidences = pytest.mark.parametrize("confidence", ["max", "sampled"])
+
+
+# --- threshold --------------------------------------------------------------------------------------------------------
+
+
+@both_confidences
+@pytest.mark.parametrize("threshold", [0.05, 0.5, 0.7, 0.9, 1.0])
+def test_threshold(threshold, confidence):
+    for case in CASES:
+        for row, chosen in zip(case.rows, reveals(Threshold(threshold, confidence=confidence), case), strict=True):
+            sure = {n for n in row.masked if row.c(n, confidence) >= threshold}
+            assert chosen == (sure or best(lambda n, row=row: row.c(n, confidence), row.masked, 1))
+
+
+@pytest.mark.parametrize("threshold", [0.9, 0.75, 0.5, 0.3, 1.0])
+def test_threshold_holds_at_equality(threshold):
+    """c = lambda is enough: >=, not >."""
+    equal, below = round(20 * threshold), round(20 * threshold) - 1
+    row = plain_row([[below, 20 - below, 0, 0], [equal, 20 - equal, 0, 0]], S=2, parts=20, proposal=[0, 0])
+    assert reveals(Threshold(threshold, confidence="sampled"), case_of([row])) == [{1}]
+
+
+def test_threshold_without_any_takes_the_leftmost_of_the_largest():
+    assert reveals(Threshold(0.9), case_of([plain_row([[8, 5, 5, 5], [12, 11, 0, 0], [0, 12, 11, 0]])])) == [{1}]
+
+
+# --- factor -----------------------------------------------------------------------------------------------------------
+
+
+def slow_factor(row, factor, confidence):
+    kept = []
+    for r, n in enumerate(ordered(lambda n: row.c(n, confidence), row.masked), start=1):
+        if r >= 2 and not row.c(n, confidence) >= 1 - factor / (r + 1):
+            break
+        kept.append(n)
+    return set(kept)
+
+
+@both_confidences
+@pytest.mark.parametrize("factor", [0.1, 0.5, 1.0, 1.7, 4.0, 50.0])
+def test_factor(factor, confidence):
+    sizes = set()
+    for case in CASES:
+        for row, chosen in zip(case.rows, reveals(Factor(factor, confidence=confidence), case), strict=True):
+            assert chosen == slow_factor(row, factor, confidence)
+            sizes |= {len(chosen)} if row.masked else set()
+    assert 1 in sizes or factor >= 4
+    assert len(sizes) > 2
+
+
+def test_factor_takes_the_last_element_too():
+    """Where every mask is sure enough, all are revealed: a loop that stops at the first failure finds none."""
+    certain = [23, 0, 0, 0]
+    row = plain_row([certain] * 5)
+    assert reveals(Factor(1.0), case_of([row])) == [{0, 1, 2, 3, 4}]
+    row.masked = [1, 3]
+    assert reveals(Factor(1.0), case_of([row])) == [{1, 3}]
+    row.masked = [4]
+    assert reveals(Factor(1.0), case_of([row])) == [{4}]
+
+
+def test_factor_counts_from_r_plus_one():
+    """The second needs 1 - 1/3, the third 1 - 1/4; the first needs nothing."""
+    at = {
+        "above 2/3": [16, 7, 0, 0],
+        "below 2/3": [15, 8, 0, 0],
+        "above 3/4": [18, 5, 0, 0],
+        "below 3/4": [17, 6, 0, 0],
+    }
+
+    def chosen(*names):
+        return reveals(Factor(1.0), case_of([plain_row([at[name] for name in names])]))[0]
+
+    assert chosen("below 2/3", "below 2/3") == {0}
+    assert chosen("above 2/3", "above 2/3") == {0, 1}
+    assert chosen("below 3/4", "below 3/4", "below 3/4") == {0, 1}
+    assert chosen("above 3/4", "above 3/4", "above 3/4") == {0, 1, 2}
+
+
+def test_factor_s_bar_is_as_precise_as_c():
+    """The fourth needs 1 - 1/5 = 0.8: one part in 1e9 above it is enough, one below is not."""
+    for c, expected in ((800_000_001, {0, 1, 2, 3}), (799_999_999, {0, 1, 2})):
+        row = plain_row([[c, 10**9 - c, 0, 0]] * 4, parts=10**9)
+        assert reveals(Factor(1.0), case_of([row])) == [expected]
+
+
+# --- entropy-bounded --------------------------------------------------------------------------------------------------
+
+
+ORDERS = {
+    "top-prob": (TopProbability(), lambda row, n: row.c(n)),
+    "top-prob sampled": (TopProbability(confidence="sampled"), lambda row, n: row.c(n, "sampled")),
+    "margin": (Margin(), lambda row, n: row.margin(n)),
+    "entropy": (Entropy(), lambda row, n: -row.entropy(n)),
+}
+
+
+def slow_eb(row, gamma, score):
+    order = ordered(lambda n: score(row, n), row.masked)
+    for size in range(len(order), 1, -1):  # from the longest prefix down
+        H = [row.entropy(n) for n in order[:size]]
+        lost = sum(H) - max(H)
+        assert lost == 0 or abs(lost - gamma) > 1e-9, "too near to tell"
+        if lost <= gamma:
+            return set(order[:size])
+    return set(order[:1])
+
+
+@pytest.mark.parametrize(("order", "score"), ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("gamma", [0.0, 0.1, 0.7, 2.0, 100.0])
+def test_entropy_bounded(gamma, order, score):
+    for case in CASES:
+        for row, chosen in zip(case.rows, reveals(EntropyBounded(gamma, order=order), case), strict=True):
+            assert chosen == slow_eb(row, gamma, score)
+
+
+def test_entropy_bounded_takes_the_largest_entropy_off_wherever_it_stands():
+    """Ordered by c, the largest H need not come last: an implementation that takes off the last H stops too soon."""
+    spread, narrow, certain = [13, 4, 3, 3], [12, 11, 0, 0], [23, 0, 0, 0]
+    row = plain_row([spread, narrow, certain])
+    H = [row.entropy(n) for n in range(3)]
+    assert row.c(0) > row.c(1)
+    assert H[0] > H[1]  # in the order 2, 0, 1 the largest is second
+    gamma = (H[0] + H[1]) / 2  # between H[1], what is lost, and H[0], what taking off the last would say
+    assert reveals(EntropyBounded(gamma), case_of([row])) == [{0, 1, 2}]
+    assert reveals(EntropyBounded(H[1] - 0.01), case_of([row])) == [{0, 2}]
+
+
+def test_entropy_bounded_order_matters():
+    """One prefix or another within the same bound: (12, 11, 0, 0) has the lower entropy, (13, 4, 3, 3) the larger c."""
+    case = case_of([plain_row([[13, 4, 3, 3], [12, 11, 0, 0]])])
+    assert reveals(EntropyBounded(0.1), case) == [{0}]
+    assert reveals(EntropyBounded(0.1, order=Margin()), case) == [{0}]
+    assert reveals(EntropyBounded(0.1, order=Entropy()), case) == [{1}]
+
+
+# --- KLASS ------------------------------------------------------------------------------------------------------------
+
+KLASS_PARTS = 1000
+
+
+def kl(now, before):
+    return sum(a / KLASS_PARTS * math.log(a / b) for a, b in zip(now, before, strict=True))
+
+
+def next_table(rng, weights):
+    """What the next pass says: the same, something near, or something else."""
+    how = rng.random()
+    if weights and how < 0.7:
+        return list(weights)
+    if weights and how < 0.85:
+        low, high, moved = weights.index(min(weights)), weights.index(max(weights)), rng.randint(1, 20)
+        return [w + moved * (v == low) - moved * (v == high) for v, w in enumerate(weights)]
+    top = rng.choice([400, 900, 900, 901, 960, 990])  # 0.9 itself is not above 0.9
+    rest = rng.randint(1, KLASS_PARTS - top - 1)
+    return rng.sample([top, rest, KLASS_PARTS - top - rest], 3)
+
+
+@both_confidences
+@pytest.mark.parametrize(("tau", "eps", "h"), [(0.9, 0.01, 2), (0.9, 0.01, 1), (0.5, 0.002, 3), (0.0, 1e-9, 2)])
+def test_klass(tau, eps, h, confidence):
+    """Pass after pass, rows at different steps; a row that is full begins anew at i = 0, as a block does."""
+    rng, L = random.Random(5), 7
+    policy = KLStable(tau, eps, h, confidence=confidence)
+    rows = [replace(random_row(rng, L), i=0, S=rng.randint(2, 8), parts=KLASS_PARTS) for _ in range(100)]
+    passes = [[] for _ in rows]  # since i = 0: [pass][position][token]
+    memory, by_stability, by_count = policy.remember(len(rows), L, torch.device("cpu")), 0, 0
+    for _ in range(16):
+        for row, history in zip(rows, passes, strict=True):
+            if row.i == 0:
+                row.masked, row.tokens = list(row.response), [0] * L
+                history.clear()
+            row.weights = [next_table(rng, history[-1][n] if history else None) for n in range(L)]
+            row.proposal = [rng.randrange(3) for _ in range(L)]
+            history.append(row.weights)
+        step = case_of(rows).step
+        step.said["change"] = tensor(  # before the second pass there is nothing to compare with: 0, the trap
+            [[kl(seen[-1][n], seen[-2][n]) if len(seen) > 1 else 0.0 for n in range(L)] for seen in passes]
+        )
+        decision = policy.decide(replace(step, memory=memory))
+        memory = decision.memory
+        for row, history, chosen in zip(rows, passes, decision.reveal & step.masked, strict=True):
+            stable = {
+                n
+                for n in row.masked
+                if row.i >= h  # pass h + 1 at the earliest
+                and all(kl(history[-j][n], history[-j - 1][n]) < eps for j in range(1, h + 1))
+                and row.c(n, confidence) > tau
+            }
+            by_stability, by_count = by_stability + bool(stable), by_count + (not stable)
+            expected = stable or best(lambda n, row=row: row.c(n, confidence), row.masked, row.k)
+            assert positions(chosen) == expected
+            row.masked = [n for n in row.masked if n not in expected]
+            row.i = row.i + 1 if row.masked and row.i + 1 < row.S else 0
+    assert min(by_stability, by_count) > 50
+
+
+def unmoved(L, c=0.95):
+    """A denoiser that says the same at every pass, surer the further left."""
+    p = torch.tensor([c + (1 - c) * (L - n) / (2 * L) for n in range(L)], dtype=torch.float64)
+    return CountingDenoiser(torch.stack([p, 1 - p], dim=-1).log().expand(L + 1, L, 2))
+
+
+@pytest.mark.parametrize(("h", "expected"), [(1, [0, 0] + [1] * 8), (2, [0, 0, 1, 1] + [2] * 6)])
+def test_klass_waits_for_pass_h_plus_one(h, expected):
+    """However sure and however still: k_i = 2 a pass until h passes can have been compared, then all at once."""
+    out = generate(unmoved(10), torch.full((1, 10), 2), KLStable(h=h), 5)
+    assert out.reveal_step.tolist() == [expected]
+    assert out.num_steps.item() == h + 1
+
+
+def test_klass_with_nobody_above_tau_counts():
+    out = generate(unmoved(10), torch.full((1, 10), 2), KLStable(tau=0.99), 4)
+    assert out.reveal_step.tolist() == [[0] * 3 + [1] * 3 + [2] * 2 + [3] * 2]
+
+
+def test_klass_does_not_carry_stability_into_a_block():
+    """Each block is a response of its own: its first pass has none before it, though the masks were seen all along."""
+    out = generate(unmoved(12), torch.full((1, 12), 2), Blocks(4, KLStable(h=1)), 12)
+    assert out.reveal_step.tolist() == [[0, 1, 1, 1, 2, 3, 3, 3, 4, 5, 5, 5]]
+
+
+def test_klass_of_a_whole_generation():
+    """With the loop's own bookkeeping: KL(now || the pass before) of each position, which other rows cannot touch."""
+    L, h, tau, eps, S = 8, 1, 0.45, 0.15, 6
+    denoiser = counting_denoiser(L, seed=3, scale=1.5)
+    steady = denoiser.table[:1] + 0.25 * (denoiser.table - denoiser.table[:1])  # moves a little from pass to pass
+    denoiser = CountingDenoiser(steady)
+    responses = [range(8), range(2, 8), [0, 3, 4, 7], range(5)]
+    prompts = torch.where(places(responses, L), denoiser.mask_token_id, 0)
+    out = generate(denoiser, prompts, KLStable(tau, eps, h), S)
+    by_stability = 0
+    for response, steps in zip(responses, out.reveal_step.tolist(), strict=True):
+        masked, before = set(response), None
+        for i in range(S):
+            p = {n: denoiser.p(len(masked), n) for n in masked}
+            stable = set()
+            for n in masked if before else ():
+                change = sum(a * math.log(a / b) for a, b in zip(p[n], before[n], strict=True))
+                assert abs(change - eps) > 1e-9
+                if change < eps and max(p[n]) > tau:
+                    stable.add(n)
+            by_stability += bool(stable)
+            k = len(response) // S + (1 if i < len(response) % S else 0)
+            chosen = stable or best(lambda n, p=p: max(p[n]), masked, k)
+            chosen = masked if i == S - 1 else chosen
+            assert {n for n in response if steps[n] == i} == chosen
+            masked, before = masked - chosen, p
+    assert by_stability > 3

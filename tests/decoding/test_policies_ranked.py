@@ -1,0 +1,168 @@
+"""top-prob, margin, entropy, left-to-right, stochastic: a score ranks, k_i cuts."""
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.decoding.steps import (
+    MASK,
+    best,
+    case_of,
+    counting_denoiser,
+    plain_row,
+    positions,
+    random_case,
+    repeated,
+    reveals,
+)
+from tests.statistics import assert_follows
+from unmask.decoding.generate import generate
+from unmask.decoding.policies import Entropy, LeftToRight, Margin, Stochastic, TopProbability
+from unmask.decoding.policies.rule import highest
+
+CASES = [random_case(seed) for seed in range(4)]
+RANKED = {
+    "top-prob": (TopProbability(), lambda row, n: row.c(n)),
+    "top-prob sampled": (TopProbability(confidence="sampled"), lambda row, n: row.c(n, "sampled")),
+    "margin": (Margin(), lambda row, n: row.margin(n)),
+    "entropy": (Entropy(), lambda row, n: -row.entropy(n)),
+    "left-to-right": (LeftToRight(), lambda row, n: -n),
+}
+each_rule = pytest.mark.parametrize(("rule", "score"), RANKED.values(), ids=RANKED)
+
+
+@each_rule
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_the_k_best_masks_are_revealed(case, rule, score):
+    for row, chosen in zip(case.rows, reveals(rule, case), strict=True):
+        assert chosen == best(lambda n, row=row: score(row, n), row.masked, row.k)
+
+
+def test_the_cases_hold_what_can_go_wrong():
+    """Ties at the cut, rows with more masks than k, with fewer, with none, and a count with a remainder."""
+    rows = [row for case in CASES for row in case.rows]
+    tied = [row for row in rows if len({row.c(n) for n in row.masked}) < len(row.masked)]
+    assert len(tied) > 100
+    assert sum(len(row.masked) > row.k > 0 for row in rows) > 100
+    assert sum(0 < len(row.masked) < row.k for row in rows) > 5
+    assert sum(not row.masked for row in rows) > 50
+    assert sum(row.i < row.N % row.S for row in rows) > 50
+
+
+@each_rule
+def test_ties_go_to_the_leftmost(rule, score):
+    row = plain_row([[14, 6, 3, 0]] * 7, i=1, S=3, masked=[1, 2, 4, 5, 6])  # k = 2
+    assert reveals(rule, case_of([row])) == [{1, 2}]
+
+
+def test_entropy_reveals_the_smallest():
+    """The sign: ranking by +H writes first what the denoiser knows least about."""
+    certain, unsure, torn = [23, 0, 0, 0], [6, 6, 6, 5], [12, 11, 0, 0]
+    assert reveals(Entropy(), case_of([plain_row([unsure, certain, torn], S=3)])) == [{1}]
+
+
+def test_entropy_is_not_top_probability():
+    """(12, 11, 0, 0) has the larger top, (13, 4, 3, 3) the larger entropy: the two orders differ."""
+    case = case_of([plain_row([[13, 4, 3, 3], [12, 11, 0, 0]], S=2)])
+    assert reveals(TopProbability(), case) == [{0}]
+    assert reveals(Entropy(), case) == [{1}]
+
+
+def test_margin_is_not_top_probability():
+    case = case_of([plain_row([[12, 11, 0, 0], [9, 7, 7, 0]], S=2)])
+    assert reveals(TopProbability(), case) == [{0}]
+    assert reveals(Margin(), case) == [{1}]
+
+
+def test_sampled_confidence_is_that_of_the_proposal():
+    row = plain_row([[20, 3, 0, 0], [12, 11, 0, 0]], S=2, proposal=[1, 0])
+    assert reveals(TopProbability(), case_of([row])) == [{0}]
+    assert reveals(TopProbability(confidence="sampled"), case_of([row])) == [{1}]
+
+
+@pytest.mark.parametrize("rule", [*(rule for rule, _ in RANKED.values()), Stochastic(Margin(), 0.5)], ids=str)
+@pytest.mark.parametrize("S", [1, 2, 3, 4, 5, 7, 10, 13])
+def test_counts_of_a_whole_generation(rule, S):
+    """N not a multiple of S, and N < S: the first N mod S steps reveal one more, each row by its own N."""
+    sizes = [1, 3, 7, 10]
+    prompts = torch.tensor([[MASK if n < N else 0 for n in range(10)] for N in sizes])
+    out = generate(counting_denoiser(10), prompts, rule, S, seed=1, temperature=1.0)
+    for N, steps, num_steps in zip(sizes, out.reveal_step.tolist(), out.num_steps.tolist(), strict=True):
+        assert [steps.count(i) for i in range(S)] == [N // S + (1 if i < N % S else 0) for i in range(S)]
+        assert num_steps == min(N, S)
+
+
+def test_highest_breaks_ties_to_the_left():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(-2, 3, (300, 8), generator=generator).double()  # many ties, negative scores too
+    scores[scores == -2] = -torch.inf  # log 0 is a score like another
+    among = torch.rand(300, 8, generator=generator) < 0.6
+    count = torch.randint(0, 10, (300,), generator=generator)  # none, some, more than there are
+    for taken, score, allowed, k in zip(highest(scores, among, count), scores.tolist(), among, count, strict=True):
+        assert positions(taken) == best(lambda n, score=score: score[n], positions(allowed), int(k))
+
+
+# --- stochastic order -------------------------------------------------------------------------------------------------
+
+ORDERS = {
+    "top-prob": (TopProbability(), lambda row, n: row.c(n)),  # c, not log c
+    "top-prob sampled": (TopProbability(confidence="sampled"), lambda row, n: row.c(n, "sampled")),
+    "margin": (Margin(), lambda row, n: row.margin(n)),
+    "entropy": (Entropy(), lambda row, n: -row.entropy(n)),
+    "left-to-right": (LeftToRight(), lambda row, n: -row.response.index(n)),
+}
+
+
+def without_replacement(weights, count):
+    """{set: probability} of drawing `count` times in proportion to the weights of what is left."""
+    law = Counter()
+    for sequence in itertools.permutations(weights, count):
+        left, probability = dict(weights), 1.0
+        for n in sequence:
+            probability *= left[n] / sum(left.values())
+            del left[n]
+        law[frozenset(sequence)] += probability
+    return law
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+@pytest.mark.parametrize("S", [5, 2])  # k = 1, 3
+@pytest.mark.parametrize(("order", "score"), ORDERS.values(), ids=ORDERS)
+def test_stochastic_draws_without_replacement(order, score, S, temperature):
+    draws = 20_000
+    temperature *= 4 if order == LeftToRight() else 1  # its scores lie further apart
+    weights = [[9, 8, 6, 0], [23, 0, 0, 0], [15, 4, 4, 0], [2, 20, 1, 0], [8, 5, 5, 5], [6, 6, 6, 5]]
+    row = plain_row(weights, S=S, proposal=[1, 0, 0, 0, 0, 3], response=[0, 2, 3, 4, 5], masked=[0, 2, 3, 5])
+    case = case_of([row])
+    u = torch.rand(draws, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(S))
+    step = repeated(case.step, draws, u)
+    chosen = Counter(frozenset(positions(r)) for r in Stochastic(order, temperature).decide(step).reveal)
+    law = without_replacement({n: math.exp(score(row, n) / temperature) for n in row.masked}, row.k)
+    assert set(chosen) <= set(law)
+    assert_follows([chosen[outcome] for outcome in law], [draws * probability for probability in law.values()])
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_stochastic_reveals_k_masks(case):
+    for row, chosen in zip(case.rows, reveals(Stochastic(Entropy(), 0.5), case), strict=True):
+        assert chosen <= set(row.masked)
+        assert len(chosen) == min(row.k, len(row.masked))
+
+
+@pytest.mark.parametrize(("order", "score"), ORDERS.values(), ids=ORDERS)
+def test_a_cold_stochastic_order_is_the_order(order, score):
+    """Where no two scores tie: at temperature 1e-4 a gap of 1/23 is worth 400 nats."""
+    for case in CASES:
+        for row, chosen in zip(case.rows, reveals(Stochastic(order, 1e-4), case), strict=True):
+            if len({round(score(row, n), 3) for n in row.masked}) == len(row.masked):
+                assert chosen == best(lambda n, row=row: score(row, n), row.masked, row.k)
+
+
+def test_a_draw_of_zero_is_no_certain_loss():
+    """log 0 must not throw the position out whatever its score."""
+    row = plain_row([[12, 11, 0, 0], [6, 6, 6, 5], [23, 0, 0, 0]], S=3)
+    row.u = [0.0] * 4
+    assert reveals(Stochastic(TopProbability(), 1e-3), case_of([row])) == [{2}]

@@ -1,0 +1,371 @@
+"""rdm, p2, remdm: rules with second thoughts, which run all S steps."""
+
+import math
+import random
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import pytest
+import torch
+
+from tests.decoding.steps import (
+    MASK,
+    V,
+    best,
+    case_of,
+    counting_denoiser,
+    places,
+    plain_row,
+    random_case,
+    remasks,
+    repeated,
+    reveals,
+)
+from unmask.decoding.generate import generate
+from unmask.decoding.policies import P2, RDM, Policy, ReMDMCap, ReMDMConf, ReMDMRescale
+
+CASES = [random_case(seed, everywhere=True) for seed in range(30, 34)]
+CERTAIN = [23, 0, 0, 0]
+all_rdm = pytest.mark.parametrize(
+    ("schedule", "revise"), [(s, r) for s in ("cosine", "linear") for r in ("uncond", "cond")]
+)
+
+
+def test_the_cases_hold_what_can_go_wrong():
+    rows = [row for case in CASES for row in case.rows]
+    assert sum(not row.masked for row in rows) > 50  # full
+    assert sum(not row.revealed for row in rows) > 50  # nothing to doubt
+    assert sum(row.i == 0 and bool(row.revealed) for row in rows) > 30
+    assert sum(row.i == row.S - 1 for row in rows) > 50
+    assert sum(row.S % 3 == 0 and row.i + 1 == 2 * row.S // 3 for row in rows) > 10  # cos(pi/3)
+
+
+# --- rdm --------------------------------------------------------------------------------------------------------------
+
+
+def kept_back(N, i, S, schedule):
+    """floor(N r_i), where cos(pi/3) is 1/2 and cos(pi/2) is 0."""
+    if schedule == "linear":
+        return math.floor(N * (1 - Fraction(i + 1, S)))
+    exact = {Fraction(2, 3): Fraction(1, 2), Fraction(1): Fraction(0)}
+    return math.floor(N * exact.get(Fraction(i + 1, S), math.cos(math.pi / 2 * (i + 1) / S)))
+
+
+@all_rdm
+def test_rdm(schedule, revise):
+    policy, doubts = RDM(schedule, revise), 0
+    for case in CASES:
+        for row, shown, hidden in zip(case.rows, reveals(policy, case), remasks(policy, case), strict=True):
+            low = best(lambda n, row=row: -row.c(n, "sampled"), row.response, kept_back(row.N, row.i, row.S, schedule))
+            assert shown == {n for n in row.masked if n not in low}
+            doubted = set()
+            for n in row.revealed:
+                fallen = row.weights[n][row.proposal[n]] < row.at_reveal[n]
+                if n in low and (revise == "uncond" or (row.proposal[n] == row.tokens[n] and fallen)):
+                    doubted.add(n)
+            assert hidden == doubted
+            doubts += len(doubted)
+    assert doubts > 100
+
+
+def test_rdm_cosine_where_it_is_one_half():
+    """cos(pi/3) computes to 1/2 and a bit (or less a bit): N / 2 must be kept back, not one less."""
+    for S in (3, 6, 9, 30, 99, 300):
+        for N in (2, 4, 6, 10, 50):
+            case = case_of([plain_row([CERTAIN] * N, i=2 * S // 3 - 1, S=S)])
+            assert len(reveals(RDM("cosine"), case)[0]) == N // 2
+
+
+def test_rdm_linear_where_it_is_whole():
+    """1 - (i + 1)/S in floats puts 10 (1 - 9/10) below 1."""
+    for S in (3, 7, 10, 49, 100):
+        for i in range(S):
+            case = case_of([plain_row([CERTAIN] * S, i=i, S=S)])
+            assert len(reveals(RDM("linear"), case)[0]) == i + 1
+
+
+def test_rdm_keeps_back_the_leftmost_of_equals():
+    row = plain_row([CERTAIN] * 6, i=1, S=3, masked=[0, 2, 4])
+    case = case_of([row], everywhere=True)
+    assert reveals(RDM(), case) == [{4}]
+    assert remasks(RDM(), case) == [{1}]
+
+
+def test_rdm_cond_needs_the_same_token_and_less_of_it():
+    """All three are in L.  0: another proposal.  1: as sure as before.  2: less sure than before."""
+    row = plain_row([[8, 7, 8, 0]] * 3 + [CERTAIN] * 3, i=1, S=3, masked=[], at_reveal=[9, 8, 9, 23, 23, 23])
+    row.proposal = [2, 0, 0, 0, 0, 0]
+    case = case_of([row], everywhere=True)
+    assert remasks(RDM("cosine", "cond"), case) == [{2}]
+    assert remasks(RDM("cosine", "uncond"), case) == [{0, 1, 2}]
+
+
+# --- p2 ---------------------------------------------------------------------------------------------------------------
+
+
+def test_p2():
+    for case in CASES:
+        for row, shown, hidden in zip(case.rows, reveals(P2(), case), remasks(P2(), case), strict=True):
+
+            def score(n, row=row):
+                return row.p(n, row.proposal[n] if n in row.masked else row.tokens[n])
+
+            low = best(lambda n, score=score: -score(n), row.response, (row.N * (row.S - 1 - row.i)) // row.S)
+            assert shown == {n for n in row.masked if n not in low}
+            assert hidden == {n for n in row.revealed if n in low}
+
+
+def test_p2_doubts_the_token_that_stands_there():
+    """Where revealed it is p of the current token that counts, not of the new proposal."""
+    row = plain_row([[1, 22, 0, 0], [20, 3, 0, 0], [18, 5, 0, 0]], i=1, S=3, masked=[2])
+    case = case_of([row], everywhere=True)
+    assert remasks(P2(), case) == [{0}]
+    assert reveals(P2(), case) == [{2}]
+
+
+# --- remdm ------------------------------------------------------------------------------------------------------------
+
+
+def sigma_max(i, S):
+    """min(1, (1 - alpha_s) / alpha_t), 1 at i = 0."""
+    alpha_t, alpha_s = Fraction(i, S), Fraction(i + 1, S)
+    return Fraction(1) if i == 0 else min(Fraction(1), (1 - alpha_s) / alpha_t)
+
+
+def reveal_probability(sigma, i, S):
+    alpha_t, alpha_s = Fraction(i, S), Fraction(i + 1, S)
+    return (alpha_s - (1 - Fraction(sigma)) * alpha_t) / (1 - alpha_t)
+
+
+def slow_sigmas(name, row, eta):
+    """{n: sigma} of the response."""
+    most = sigma_max(row.i, row.S)
+    if name == "cap":
+        return {n: min(Fraction(eta), most) for n in row.response}
+    if name == "rescale":
+        return {n: Fraction(eta) * most for n in row.response}
+    weights = {n: math.exp(-row.at_reveal[n] / row.parts) for n in row.revealed}
+    return {n: float(most) * weights[n] / sum(weights.values()) if n in weights else 0 for n in row.response}
+
+
+REMDM = {
+    "cap": [ReMDMCap(), ReMDMCap(0.3), ReMDMCap(1.0), ReMDMCap(0.0)],
+    "rescale": [ReMDMRescale(), ReMDMRescale(0.4), ReMDMRescale(1.0), ReMDMRescale(0.0)],
+    "conf": [ReMDMConf()],
+}
+each_remdm = pytest.mark.parametrize(
+    ("name", "rule"), [(name, rule) for name, rules in REMDM.items() for rule in rules], ids=str
+)
+
+
+@each_remdm
+def test_remdm(name, rule):
+    """Every position of the response by its own draw: revealed, masked again, or left."""
+    both = [0, 0]
+    for case in CASES:
+        for row, shown, hidden in zip(case.rows, reveals(rule, case), remasks(rule, case), strict=True):
+            sigmas = slow_sigmas(name, row, getattr(rule, "eta", None))
+            assert shown == {n for n in row.masked if row.u[n] < reveal_probability(sigmas[n], row.i, row.S)}
+            assert hidden == {n for n in row.revealed if row.u[n] < sigmas[n]}
+            both = [both[0] + len(shown), both[1] + len(hidden)]
+    assert both[0] > 100
+    assert both[1] > 20 or rule in (ReMDMCap(0.0), ReMDMRescale(0.0), ReMDMCap(), ReMDMRescale())
+
+
+GRID = 4000
+
+
+@each_remdm
+@pytest.mark.parametrize(("i", "S"), [(0, 5), (1, 5), (2, 5), (3, 5), (4, 5), (0, 1), (5, 9), (60, 64)])
+def test_remdm_probabilities_on_a_grid_of_draws(name, rule, i, S):
+    """u = (g + 1/2) / GRID: the share of draws that reveal, or mask again, is the probability to 1 / GRID."""
+    row = plain_row([CERTAIN] * 5, i=i, S=S, masked=[1, 4], at_reveal=[23, 1, 9, 16, 1])
+    u = ((torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID)[:, None].expand(GRID, 6)
+    decision = rule.decide(repeated(case_of([row], everywhere=True).step, GRID, u))
+    sigmas = slow_sigmas(name, row, getattr(rule, "eta", None))
+    for n in row.masked:
+        expected = float(reveal_probability(sigmas[n], i, S))
+        assert decision.reveal[:, n].double().mean().item() == pytest.approx(expected, abs=0.51 / GRID)
+    for n in row.revealed:
+        assert decision.remask[:, n].double().mean().item() == pytest.approx(float(sigmas[n]), abs=0.51 / GRID)
+
+
+@pytest.mark.parametrize(
+    ("rule", "sigma"), [(ReMDMCap(0.3), 0.3), (ReMDMRescale(0.3), 0.3), (ReMDMCap(1.0), 1.0), (ReMDMConf(), None)]
+)
+def test_remdm_at_the_first_step(rule, sigma):
+    """i = 0: alpha_t is 0 and sigma_max is 1, not 1/0; a mask is revealed with probability 1/S whatever sigma is."""
+    rows = [
+        plain_row([CERTAIN] * 2, i=0, S=5, masked=[1], u=[u, u, 0.0]) for u in (0.0, 0.199, 0.201, 0.29, 0.31, 0.999)
+    ]
+    case = case_of(rows, everywhere=True)
+    assert [len(chosen) for chosen in reveals(rule, case)] == [1, 1, 0, 0, 0, 0]
+    sigma = 1.0 if sigma is None else sigma  # conf: the softmax over one
+    assert [len(chosen) for chosen in remasks(rule, case)] == [int(row.u[0] < sigma) for row in rows]
+
+
+def test_remdm_conf_with_nothing_revealed():
+    """A softmax over nothing must not poison the row: masks are revealed with probability 1/(S - i)."""
+    rows = [plain_row([CERTAIN] * 3, i=2, S=6, u=[u] * 4) for u in (0.24, 0.26)]
+    case = case_of(rows, everywhere=True)
+    assert reveals(ReMDMConf(), case) == [{0, 1, 2}, set()]
+    assert remasks(ReMDMConf(), case) == [set(), set()]
+
+
+def test_remdm_conf_doubts_the_unsure_most():
+    """Softmax of -p: p = 1, 12/23 and 1/23 at reveal, (S - i - 1)/i = 1/2 of the shares."""
+    shares = [math.exp(-w / 23) for w in (23, 12, 1)]
+    for n, share in enumerate(shares):
+        sigma = share / sum(shares) / 2
+        for u, expected in ((sigma - 1e-9, {n}), (sigma + 1e-9, set())):
+            draws = [0.9] * 4
+            draws[n] = u
+            row = plain_row([CERTAIN] * 3, i=2, S=4, masked=[], at_reveal=[23, 12, 1], u=draws)
+            assert remasks(ReMDMConf(), case_of([row], everywhere=True)) == [expected]
+
+
+# --- whole generations ------------------------------------------------------------------------------------------------
+
+
+RULES = [RDM(), RDM("linear", "cond"), P2(), ReMDMCap(1.0), ReMDMRescale(1.0), ReMDMConf()]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_all_steps_are_taken_also_after_the_sequence_is_full(rule):
+    """Two tokens and twelve steps: full long before the end, and still asked, and full at the end."""
+    prompts = torch.tensor([[MASK, MASK, 1, 1], [1, MASK, 1, 1], [MASK] * 4]).repeat(20, 1)
+    out = generate(counting_denoiser(4, seed=2), prompts, rule, 12, seed=1, temperature=1.0)
+    assert out.num_steps.tolist() == [12] * 60
+    assert out.num_forwards == 12 * 60
+    assert (out.tokens != MASK).all()
+    assert torch.equal(out.tokens[prompts != MASK], prompts[prompts != MASK])
+    assert (out.revisions[prompts != MASK] == 0).all()
+
+
+@pytest.mark.parametrize("rule", [RDM(), P2(), ReMDMCap(1.0), ReMDMRescale(1.0), ReMDMConf()], ids=str)
+def test_a_full_sequence_may_be_masked_again(rule):
+    row = plain_row([[6, 6, 6, 5]] * 6, i=1, S=3, masked=[], u=[0.01] * 7)
+    case = case_of([row], everywhere=True)
+    assert remasks(rule, case)[0]
+    assert reveals(rule, case) == [set()]
+
+
+@all_rdm
+def test_rdm_of_a_whole_generation(schedule, revise):
+    """With the loop's own bookkeeping: what was proposed, and c at the last reveal."""
+    L, S = 9, 7
+    revised = 0
+    for seed in range(4):
+        denoiser = counting_denoiser(L, seed=seed, scale=1.0)
+        responses = [sorted(random.Random(seed + N).sample(range(L), N)) for N in (2, 5, 8, 9)]
+        out = generate(denoiser, torch.where(places(responses, L), MASK, 0), RDM(schedule, revise), S)
+        for r, response in enumerate(responses):
+            written, at_reveal, when, times = {}, {}, {}, dict.fromkeys(response, 0)
+            for i in range(S):
+                p = {n: denoiser.p(len(response) - len(written), n) for n in response}
+                proposal = {n: p[n].index(max(p[n])) for n in response}
+                low = best(lambda n, p=p: -max(p[n]), response, kept_back(len(response), i, S, schedule))
+                before = dict(written)
+                for n in response:
+                    if n not in before and n not in low:
+                        written[n], at_reveal[n], when[n] = proposal[n], max(p[n]), i
+                    elif n in before and n in low:
+                        same = proposal[n] == before[n]
+                        if revise == "uncond" or (same and max(p[n]) < at_reveal[n] - 1e-12):
+                            del written[n]
+                            times[n] += 1
+            assert [out.tokens[r, n].item() for n in response] == [written[n] for n in response]
+            assert [out.reveal_step[r, n].item() for n in response] == [when[n] for n in response]
+            assert [out.revisions[r, n].item() for n in response] == [times[n] for n in response]
+            revised += sum(times.values())
+    assert revised > 0
+
+
+def test_p2_of_a_whole_generation():
+    L, S = 9, 7
+    revised = 0
+    for seed in range(4):
+        denoiser = counting_denoiser(L, seed=seed, scale=1.0)
+        responses = [sorted(random.Random(seed + N).sample(range(L), N)) for N in (2, 5, 8, 9)]
+        out = generate(denoiser, torch.where(places(responses, L), MASK, 0), P2(), S)
+        for r, response in enumerate(responses):
+            written, when, times, N = {}, {}, dict.fromkeys(response, 0), len(response)
+            for i in range(S):
+                p = {n: denoiser.p(N - len(written), n) for n in response}
+                score = {n: p[n][written[n]] if n in written else max(p[n]) for n in response}
+                low = best(lambda n, score=score: -score[n], response, N * (S - 1 - i) // S)
+                for n in response:
+                    if n in low and n in written:
+                        del written[n]
+                        times[n] += 1
+                    elif n not in low and n not in written:
+                        written[n], when[n] = p[n].index(max(p[n])), i
+            assert [out.tokens[r, n].item() for n in response] == [written[n] for n in response]
+            assert [out.reveal_step[r, n].item() for n in response] == [when[n] for n in response]
+            assert [out.revisions[r, n].item() for n in response] == [times[n] for n in response]
+            revised += sum(times.values())
+    assert revised > 0
+
+
+@dataclass(frozen=True)
+class Watched(Policy):
+    """A rule whose draws are kept."""
+
+    rule: Policy
+    short = "watched"
+    remasks = True
+    draws: list = field(default_factory=list)
+
+    @property
+    def reads(self):
+        return self.rule.reads
+
+    def decide(self, step):
+        self.draws.append(step.uniforms().tolist())
+        return self.rule.decide(step)
+
+
+@each_remdm
+def test_remdm_of_a_whole_generation(name, rule):
+    """With the loop's own bookkeeping: p of the token when it was last revealed, sampled at temperature 1."""
+    L, S = 6, 6
+    denoiser = counting_denoiser(L, seed=1, scale=1.5)
+    responses = [sorted(random.Random(r).sample(range(L), 2 + r % 5)) for r in range(20)]
+    watched = Watched(rule)
+    history = Canvases(denoiser)
+    out = generate(history, torch.where(places(responses, L), MASK, 0), watched, S, temperature=1.0, seed=4)
+    canvases = [*history.seen, out.tokens]
+    for r, response in enumerate(responses):
+        masked, at_reveal, times = set(response), {}, 0
+        for i in range(S):
+            row = plain_row([[1] * V] * L, i=i, S=S)
+            row.response, row.masked, row.parts = response, sorted(masked), 1
+            row.at_reveal = [at_reveal.get(n) for n in range(L)]
+            sigmas, u = slow_sigmas(name, row, getattr(rule, "eta", None)), watched.draws[i][r]
+            last = i == S - 1
+            shown = {n for n in masked if last or u[n] < reveal_probability(sigmas[n], i, S)}
+            hidden = {n for n in set(response) - masked if not last and u[n] < sigmas[n]}
+            for n in shown:
+                at_reveal[n] = denoiser.p(len(masked), n)[canvases[i + 1][r, n].item()]
+            masked, times = (masked - shown) | hidden, times + len(hidden)
+            assert {n for n in response if canvases[i + 1][r, n] == MASK} == masked
+        assert out.revisions[r].sum().item() == times
+
+
+@dataclass(frozen=True)
+class Canvases:
+    """A denoiser that keeps what it is shown."""
+
+    denoiser: object
+    seen: list = field(default_factory=list)
+
+    @property
+    def mask_token_id(self):
+        return self.denoiser.mask_token_id
+
+    def hidden(self, tokens, attention=None):
+        self.seen.append(tokens.clone())
+        return self.denoiser.hidden(tokens, attention)
+
+    def logits(self, hidden):
+        return self.denoiser.logits(hidden)
