@@ -101,10 +101,11 @@ def test_distributions_of_the_pass_before_belong_to_their_sequence():
 
 
 def test_chunks_of_the_projection_do_not_show(policy, monkeypatch):
-    """More positions than fit a chunk, and a last chunk that is not full."""
+    """More positions than fit a chunk, and a last chunk that is not full; draws for two steps at a time."""
     prompts = prompts_for(policy)
     expected = fresh(policy, prompts, CHOICE)
     monkeypatch.setitem(stepper.CHUNK, "cpu", 4 * V)
+    monkeypatch.setattr(stepper, "AHEAD", 2 * 7 * 15, raising=False)
     denoiser = Recorded(DENOISER)
     assert all_results(Engine(denoiser, policy, 6, CHOICE).generate(prompts)) == expected
     assert max(denoiser.projected) <= 4

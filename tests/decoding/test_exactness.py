@@ -20,7 +20,7 @@ from unmask.variational.selection import Bernoulli, NonEmpty
 
 V, N, T = 2, 3, 3
 MASK = V
-DRAWS = 30_000
+DRAWS = 20_000
 TABLES = tiny(NonEmpty(), length=N, vocab_size=V, budget=T, seed=4)
 THETA, PSI = 1.5 * TABLES.theta.detach(), 1.5 * TABLES.psi.detach()
 RADIX = (V + 1) ** torch.arange(N)

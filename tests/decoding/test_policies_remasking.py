@@ -341,8 +341,8 @@ def test_remdm_of_a_whole_generation(name, rule):
             row = plain_row([[1] * V] * L, i=i, S=S)
             row.response, row.masked, row.parts = response, sorted(masked), 1
             row.at_reveal = [at_reveal.get(n) for n in range(L)]
-            sigmas, u = slow_sigmas(name, row, getattr(rule, "eta", None)), watched.draws[i][r]
-            last = i == S - 1
+            sigmas, last = slow_sigmas(name, row, getattr(rule, "eta", None)), i == S - 1
+            u = [0.0] * L if last else watched.draws[i][r]  # the loop need not ask at the last step
             shown = {n for n in masked if last or u[n] < reveal_probability(sigmas[n], i, S)}
             hidden = {n for n in set(response) - masked if not last and u[n] < sigmas[n]}
             for n in shown:

@@ -39,7 +39,7 @@ class Canvas:
         """A copy of some rows."""
         return Canvas(**{field.name: _pick(getattr(self, field.name), rows) for field in fields(self)})
 
-    def put(self, rows: Tensor, other: Canvas) -> None:
+    def put(self, rows: Tensor | slice, other: Canvas) -> None:
         """Overwrite rows in place; the slots stay."""
         for field in fields(self):
             if field.name not in ("slot", "memory") and getattr(self, field.name) is not None:

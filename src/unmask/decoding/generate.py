@@ -166,17 +166,20 @@ class Engine:
     def _start(self, whole: Canvas, seed: int) -> tuple[Stepper, Canvas]:
         """The first batch, and what takes it further."""
         size = self.batch_size or len(whole)
-        active = whole if size >= len(whole) and not self.compile else whole.take(slice(size))
-        if self.compile and len(active) < size:  # fixed shapes: the rows that are missing idle
+        active = whole
+        if len(whole) > size:
+            active = whole.take(slice(size))
+        elif self.compile and len(whole) < size:  # fixed shapes: the rows that are missing idle
             active = whole.take(torch.arange(size, device=whole.row.device).clamp(max=len(whole) - 1))
             active.live[len(whole) :], active.masked[len(whole) :] = False, False
-        if self.compile:
-            active.slot = torch.arange(size, device=active.slot.device)
         if self._kept is not None and self._fits(*self._kept, active):
             stepper, kept = self._kept
-            kept.put(active.slot, active)
+            kept.put(slice(None), active)
             active = kept
         else:
+            if self.compile:  # what it compiles for must outlast this call
+                active = active.take(slice(None))
+                active.slot = torch.arange(size, device=active.slot.device)
             stepper = Stepper(self.denoiser, self.policy, self.max_steps, self.choice, active, self.compile)
             self._kept = (stepper, active) if self.compile else None
         stepper.seed.fill_(seed)

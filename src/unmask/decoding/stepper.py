@@ -70,12 +70,13 @@ class Stepper:
         self.status = torch.empty(0)  # [?, b]: what the host must know after a step
         self.status_names: tuple[str, ...] = ()
         self.turn, self.drawn_at, self.drawn = 0, 0, torch.empty(0, 0)  # uniforms [b, turns, L + 1] from a turn on
-        self.trunk, self.read, self.settle = denoiser.hidden, self._read, self._settle
+        self.trunk, self.locate, self.read, self.settle = denoiser.hidden, self._locate, self._read_into, self._settle
         if static:
             # Every rule is a program of its own; beyond the limit (8) torch would silently run it eagerly.
             torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
             compiled = partial(torch.compile, dynamic=False)
-            self.trunk, self.read, self.settle = compiled(self.trunk), compiled(self.read), compiled(self.settle)
+            self.trunk, self.locate = compiled(self.trunk), compiled(self.locate)
+            self.read, self.settle = compiled(self.read), compiled(self.settle)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def advance(self, canvas: Canvas, steps: list[int], to_read: int) -> tuple[list[bool], int]:
@@ -138,15 +139,11 @@ class Stepper:
         self._settle(canvas, hidden, self._spread(canvas, reading, places), reading.names, decision, last)
 
     def _static_step(self, canvas: Canvas, chunks: int) -> None:
-        at = self._read_at(canvas)
         hidden, unguided = self._passes(canvas)
+        places, proposal, values, last = self.locate(canvas)
+        for part in places[: chunks * self.chunk].split(self.chunk) if chunks else ():  # type: ignore[no-untyped-call]
+            self.read(canvas, hidden, unguided, part, proposal, values)
         names = tuple(sorted(self.policy.reads)) or ("peak",)
-        proposal = canvas.tokens.flatten().clone()
-        values = torch.zeros(len(names), proposal.numel(), dtype=self.score_dtype, device=proposal.device)
-        for places in _compact(at.flatten(), chunks * self.chunk).split(self.chunk) if chunks else ():  # type: ignore[no-untyped-call]
-            found = self.read(canvas, hidden, unguided, places, self.policy.reads)
-            proposal[places], values[:, places] = found.proposal, found.values
-        last = (canvas.index == self.last)[:, None]
         self.settle(canvas, hidden, (proposal, values), names, None, last)
 
     def _replay(self, canvas: Canvas, chunks: int) -> None:
@@ -230,6 +227,26 @@ class Stepper:
         names = tuple(sorted(wanted))
         values = torch.stack([said[name] for name in names]) if len(names) > 1 else said[names[0]][None]
         return Reading(proposal, values, names)
+
+    def _locate(self, canvas: Canvas) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """With shapes that stand still: where to read, room for what is read, and which rows are at their last step.
+
+        [P]: the places that are read, in order, P a multiple of the chunk; where there are fewer, the first of them
+        again: a place that comes twice is read twice and gets the same values twice.
+        """
+        at, num_chunks = self._read_at(canvas).flatten(), -(-self.batch * self.longest // self.chunk)
+        size, everywhere = num_chunks * self.chunk, torch.arange(at.shape[0], device=at.device)
+        target = torch.where(at, at.long().cumsum(-1) - 1, size)
+        places = at.long().argmax().expand(size + 1).clone().scatter_(0, target, everywhere)[:size]
+        values = torch.zeros(max(1, len(self.policy.reads)), len(at), dtype=self.score_dtype, device=at.device)
+        return places, canvas.tokens.flatten().clone(), values, (canvas.index == self.last)[:, None]
+
+    def _read_into(
+        self, canvas: Canvas, hidden: Tensor, unguided: Tensor | None, at: Tensor, proposal: Tensor, values: Tensor
+    ) -> None:
+        """`_read`, into the room that `_locate` made."""
+        found = self._read(canvas, hidden, unguided, at, self.policy.reads)
+        proposal[at], values[:, at] = found.proposal, found.values.to(values.dtype)
 
     def _spread(self, canvas: Canvas, reading: Reading, places: Tensor) -> tuple[Tensor, Tensor]:
         """Proposals [b * L], the tokens as they are elsewhere, and values [K, b * L], zero elsewhere."""
@@ -340,13 +357,3 @@ class Stepper:
         words = torch.cat([canvas.position, torch.full_like(canvas.position[:, :1], -1)], dim=-1)[:, None]
         ids = canvas.id[:, None, None]
         return streams.uniforms(self.seed, streams.Purpose.REVEAL, steps, ids, words, dtype=torch.float64)
-
-
-def _compact(at: Tensor, size: int) -> Tensor:
-    """[size]: the places where `at` [P] holds, in order; the first of them again where there are fewer than `size`.
-
-    A place that comes twice is read twice and gets the same values twice.
-    """
-    target = torch.where(at, at.long().cumsum(-1) - 1, size)
-    places = at.long().argmax().expand(size + 1).clone()
-    return places.scatter_(0, target, torch.arange(len(at), device=at.device))[:size]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unmask.decoding.confidence import FEATURES, features
 from unmask.decoding.policies.rule import Decision, Policy, Step, highest, require
-from unmask.variational.selection import Bernoulli, Selection
+from unmask.variational.selection import Bernoulli, NonEmpty, Selection
 
 
 class ScoringNetwork(Protocol):
@@ -85,6 +85,8 @@ class Learned(_Scored):
             reveal = self.network.selection.sample(logits, step.masked, step.uniforms())
         if self.cap:
             reveal = highest(logits, reveal, torch.full_like(step.index, self.cap))
+        if isinstance(self.network.selection, NonEmpty) and not self.deterministic:
+            return Decision(reveal, scores=scores)  # something always is selected
         empty = step.masked.any(-1) & ~reveal.any(-1)
         fallback = empty[:, None] & highest(logits, step.masked, torch.ones_like(step.index))
         return Decision(reveal | fallback, nothing_selected=empty, scores=scores)
