@@ -1,5 +1,6 @@
 """What every rule must keep to, whatever it chooses by."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -21,6 +22,7 @@ from tests.decoding.small import (
 )
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import RULES, Blocks, Learned, Ranked, RewardTrained
+from unmask.streams import Purpose, uniforms
 
 DENOISER = small_denoiser()
 IDS = torch.tensor([100, 7, 31, 8, 2, 55, 1_000_003])
@@ -200,6 +202,22 @@ def test_draws_of_different_positions_and_steps_differ():
         assert len(set(out.tokens[0].tolist())) > 9
 
 
+def test_a_draw_is_named_by_seed_step_id_and_position():
+    """IID at temperature 1, draw by draw: positions count from the first token that is not padding."""
+    S, seed, denoiser = 6, 11, Recorded(DENOISER)
+    out = generate(denoiser, PROMPTS, POLICIES["iid"], S, seed=seed, ids=IDS, temperature=1.0)
+    for name, history in zip(IDS.tolist(), histories(denoiser, out), strict=True):
+        for i, (before, after) in enumerate(pairwise(history)):
+            words = (i, name, torch.arange(len(before)))
+            to_reveal, to_choose = (
+                uniforms(seed, purpose, *words, dtype=torch.float64) for purpose in (Purpose.REVEAL, Purpose.TOKEN)
+            )
+            reveal = (before == MASK) & ((to_reveal < 1 / (S - i)) | torch.tensor(i == S - 1))
+            cdf = DENOISER(before[None])[0].softmax(-1).cumsum(-1)
+            chosen = (cdf <= to_choose[:, None]).sum(-1)
+            assert torch.equal(after, torch.where(reveal, chosen, before))
+
+
 @pytest.mark.parametrize(("options", "sizes"), [(GREEDY, (2,)), (ALL, (None, 1, 3))], ids=["greedy", "all"])
 def test_a_sequence_does_not_see_its_batch(policy, options, sizes):
     """Alone, in a shuffled list (padded on the left), entering as others finish, and padded on the right with junk."""
@@ -249,6 +267,39 @@ def test_the_caller_s_tensors_are_left_alone(policy):
     listed = [prompt.clone() for prompt in prompts_for(policy)]
     generate(DENOISER, listed, policy, 6, batch_size=2)
     assert all(torch.equal(one, other) for one, other in zip(listed, prompts_for(policy), strict=True))
+
+
+@pytest.mark.parametrize("name", ["rdm(linear,cond)", "rdm(cosine,cond)", "remdm-conf"])
+def test_rules_with_second_thoughts_know_how_sure_they_were(name):
+    """Canvas by canvas from the definitions: p of a token when it was last revealed, not now and not when first."""
+    S, again = 13, 0
+    for seed in range(6):
+        prompt = PROMPTS[seed]
+        denoiser, N = Recorded(DENOISER), int((prompt == MASK).sum())
+        out = generate(denoiser, prompt[None], POLICIES[name], S, seed=seed, ids=torch.tensor([7]))
+        (history,) = histories(denoiser, out)
+        known = {}  # {position: p of its token when it was revealed}
+        for i, (before, after) in enumerate(pairwise(history[:-1])):
+            best, proposal = DENOISER(before[None])[0].softmax(-1).max(-1)
+            u = uniforms(seed, Purpose.REVEAL, i, 7, torch.arange(len(prompt)), dtype=torch.float64).tolist()
+            masked = [n for n in range(len(prompt)) if before[n] == MASK]
+            revealed = [n for n in range(len(prompt)) if prompt[n] == MASK and n not in masked]
+            if name.startswith("rdm"):
+                r = 1 - (i + 1) / S if "linear" in name else math.cos(math.pi / 2 * (i + 1) / S)
+                low = sorted(masked + revealed, key=lambda n: (best[n].item(), n))[: int(N * r + 1e-9)]
+                reveal = [n for n in masked if n not in low]
+                doubted = [n for n in revealed if n in low and proposal[n] == before[n] and best[n] < known[n]]
+            else:
+                at_most = min(1.0, (S - i - 1) / i) if i else 1.0
+                total = sum(math.exp(-known[n]) for n in revealed)
+                reveal = [n for n in masked if u[n] < ((i + 1) / S - i / S) / (1 - i / S)]
+                doubted = [n for n in revealed if u[n] < at_most * math.exp(-known[n]) / total]
+            expected = before.clone()
+            expected[reveal], expected[doubted] = proposal[reveal], MASK
+            assert torch.equal(after, expected)
+            known |= {n: best[n].item() for n in reveal}
+            again += len(doubted)
+    assert again > 3
 
 
 def test_rules_report_the_memory_that_they_keep():

@@ -252,15 +252,16 @@ def test_a_full_sequence_may_be_masked_again(rule):
 
 @all_rdm
 def test_rdm_of_a_whole_generation(schedule, revise):
-    """With the loop's own bookkeeping: what was proposed, and c at the last reveal."""
-    L, S = 9, 7
-    revised = 0
-    for seed in range(4):
-        denoiser = counting_denoiser(L, seed=seed, scale=1.0)
-        responses = [sorted(random.Random(seed + N).sample(range(L), N)) for N in (2, 5, 8, 9)]
-        out = generate(denoiser, torch.where(places(responses, L), MASK, 0), RDM(schedule, revise), S)
+    """With the loop's own bookkeeping: what was proposed, and c at the last reveal, not at the first."""
+    L, S = 12, 12
+    revised, told_apart = 0, 0
+    for seed in range(15):
+        denoiser = counting_denoiser(L, seed=seed, scale=1.0, vocab=2)
+        responses = [sorted(random.Random(seed + N).sample(range(L), N)) for N in (2, 7, 10, 12)]
+        out = generate(denoiser, torch.where(places(responses, L), 2, 0), RDM(schedule, revise), S)
         for r, response in enumerate(responses):
             written, at_reveal, when, times = {}, {}, {}, dict.fromkeys(response, 0)
+            at_first = {}
             for i in range(S):
                 p = {n: denoiser.p(len(response) - len(written), n) for n in response}
                 proposal = {n: p[n].index(max(p[n])) for n in response}
@@ -269,9 +270,11 @@ def test_rdm_of_a_whole_generation(schedule, revise):
                 for n in response:
                     if n not in before and n not in low:
                         written[n], at_reveal[n], when[n] = proposal[n], max(p[n]), i
+                        at_first.setdefault(n, max(p[n]))
                     elif n in before and n in low:
-                        same = proposal[n] == before[n]
-                        if revise == "uncond" or (same and max(p[n]) < at_reveal[n] - 1e-12):
+                        same, fallen = proposal[n] == before[n], max(p[n]) < at_reveal[n] - 1e-12
+                        told_apart += same and fallen != (max(p[n]) < at_first[n] - 1e-12)
+                        if revise == "uncond" or (same and fallen):
                             del written[n]
                             times[n] += 1
             assert [out.tokens[r, n].item() for n in response] == [written[n] for n in response]
@@ -279,6 +282,7 @@ def test_rdm_of_a_whole_generation(schedule, revise):
             assert [out.revisions[r, n].item() for n in response] == [times[n] for n in response]
             revised += sum(times.values())
     assert revised > 0
+    assert told_apart > 0 or revise == "uncond"
 
 
 def test_p2_of_a_whole_generation():
@@ -328,9 +332,9 @@ class Watched(Policy):
 @each_remdm
 def test_remdm_of_a_whole_generation(name, rule):
     """With the loop's own bookkeeping: p of the token when it was last revealed, sampled at temperature 1."""
-    L, S = 6, 6
+    L, S = 6, 8
     denoiser = counting_denoiser(L, seed=1, scale=1.5)
-    responses = [sorted(random.Random(r).sample(range(L), 2 + r % 5)) for r in range(20)]
+    responses = [sorted(random.Random(r).sample(range(L), 2 + r % 5)) for r in range(60)]
     watched = Watched(rule)
     history = Canvases(denoiser)
     out = generate(history, torch.where(places(responses, L), MASK, 0), watched, S, temperature=1.0, seed=4)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from unmask import streams
 from unmask.decoding.canvas import Canvas
-from unmask.decoding.confidence import Confidence, confidence, log_probabilities
+from unmask.decoding.confidence import confidence, log_probabilities
 from unmask.decoding.policies.rule import Decision, Policy, Step
 from unmask.decoding.tokens import TokenChoice
 
@@ -29,6 +29,7 @@ from unmask.decoding.tokens import TokenChoice
 CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
 AHEAD = 1 << 22  # uniforms drawn for the steps to come
 NOTHING: frozenset[str] = frozenset()
+_FINITE = ("log_top", "log_proposal", "margin", "entropy", "peak")  # readings that are finite if the logits are sound
 
 
 class Denoiser(Protocol):
@@ -69,6 +70,7 @@ class Stepper:
         self.previous = torch.empty(0)  # log p of the last pass [slot, response position, V], where a rule reads KL
         self.status = torch.empty(0)  # [?, b]: what the host must know after a step
         self.status_names: tuple[str, ...] = ()
+        self.peaks: tuple[Tensor, Tensor] | None = None  # places and largest logits [m], where no more was read
         self.turn, self.drawn_at, self.drawn = 0, 0, torch.empty(0, 0)  # uniforms [b, turns, L + 1] from a turn on
         self.trunk, self.locate, self.read, self.settle = denoiser.hidden, self._locate, self._read_into, self._settle
         if static:
@@ -97,10 +99,11 @@ class Stepper:
                 self._static_step(canvas, chunks)
         status = dict(zip(self.status_names, self.status.tolist(), strict=True))  # the device is waited for here
         for name, what in (("logits", "denoiser"), ("scores", "selector")):
-            for row, total in enumerate(status.get(name, ())):
-                if not math.isfinite(total):
-                    at = f"for sequence {int(canvas.row[row])} at step {steps[row]}"
-                    raise ValueError(f"the {what}'s logits are not finite {at}")
+            bad = [row for row, total in enumerate(status.get(name, ())) if not math.isfinite(total)]
+            if bad:
+                row = bad[0] if self.peaks is None else self._bad_row(*self.peaks)
+                at = f"for sequence {int(canvas.row[row])} at step {steps[row]}"
+                raise ValueError(f"the {what}'s logits are not finite {at}")
         over = [
             step == self.last or stopped or (masks == 0 and not self.policy.remasks)
             for step, masks, stopped in zip(steps, status["masks"], status.get("stopped", repeat(False)))  # noqa: B905
@@ -126,25 +129,32 @@ class Stepper:
             decision = self._decide(canvas, last)
         at = self._read_at(canvas) if decision is None else decision.reveal
         wanted = self.policy.reads if decision is None else NOTHING
+        places = at.flatten().nonzero()[:, 0]  # waits for the device: before the pass, not behind it
         hidden, unguided = self._passes(canvas)
         if not self.chunk:
             self._measure(hidden)
-        places = at.flatten().nonzero()[:, 0]
         if len(places) <= self.chunk:
             reading = self._read(canvas, hidden, unguided, places, wanted)
         else:
             parts = [self._read(canvas, hidden, unguided, part, wanted) for part in places.split(self.chunk)]  # type: ignore[no-untyped-call]
-            proposals, values, names = zip(*parts, strict=True)
-            reading = Reading(torch.cat(proposals), torch.cat(values, dim=-1), names[0])
-        self._settle(canvas, hidden, self._spread(canvas, reading, places), reading.names, decision, last)
+            proposals, columns, names = zip(*parts, strict=True)
+            reading = Reading(torch.cat(proposals), torch.cat(columns, dim=-1), names[0])
+        proposal, said = canvas.tokens.flatten().index_put((places,), reading.proposal), {}
+        self.peaks = None if wanted else (places, reading.values[0])
+        if wanted:
+            values = reading.values.new_zeros(len(reading.names), proposal.numel())
+            values[:, places] = reading.values
+            said = dict(zip(reading.names, values.view(-1, *at.shape).unbind(), strict=True))
+        self._settle(canvas, hidden, proposal.view_as(at), said, decision, last)
 
     def _static_step(self, canvas: Canvas, chunks: int) -> None:
         hidden, unguided = self._passes(canvas)
         places, proposal, values, last = self.locate(canvas)
         for part in places[: chunks * self.chunk].split(self.chunk) if chunks else ():  # type: ignore[no-untyped-call]
             self.read(canvas, hidden, unguided, part, proposal, values)
-        names = tuple(sorted(self.policy.reads)) or ("peak",)
-        self.settle(canvas, hidden, (proposal, values), names, None, last)
+        names, shape = tuple(sorted(self.policy.reads)) or ("peak",), canvas.tokens.shape
+        said = dict(zip(names, values.view(-1, *shape).unbind(), strict=True))
+        self.settle(canvas, hidden, proposal.view(shape), said, None, last)
 
     def _replay(self, canvas: Canvas, chunks: int) -> None:
         """The static step as one CUDA graph, recorded when it is first needed."""
@@ -185,6 +195,9 @@ class Stepper:
         self.chunk = max(1, min(CHUNK.get(device.type, CHUNK["cuda"]) // V, self.batch * self.longest))
         if "change" in self.policy.reads:
             self.previous = torch.zeros(self.batch, self.longest, V, dtype=self.score_dtype, device=device)
+
+    def _bad_row(self, places: Tensor, peaks: Tensor) -> int:
+        return int(places[~torch.isfinite(peaks)][0]) // self.length
 
     def _read_at(self, canvas: Canvas) -> Tensor:
         """[b, L] bool: the positions that the rule looks at."""
@@ -234,11 +247,15 @@ class Stepper:
         [P]: the places that are read, in order, P a multiple of the chunk; where there are fewer, the first of them
         again: a place that comes twice is read twice and gets the same values twice.
         """
-        at, num_chunks = self._read_at(canvas).flatten(), -(-self.batch * self.longest // self.chunk)
-        size, everywhere = num_chunks * self.chunk, torch.arange(at.shape[0], device=at.device)
-        target = torch.where(at, at.long().cumsum(-1) - 1, size)
-        places = at.long().argmax().expand(size + 1).clone().scatter_(0, target, everywhere)[:size]
-        values = torch.zeros(max(1, len(self.policy.reads)), len(at), dtype=self.score_dtype, device=at.device)
+        at = self._read_at(canvas)
+        size = -(-self.batch * self.longest // self.chunk) * self.chunk
+        order = at.long().cumsum(-1)  # by rows: inductor cannot fuse what surrounds a scan over the whole batch
+        count = order[:, -1]
+        target = torch.where(at, order - 1 + (count.cumsum(0) - count)[:, None], size).flatten()
+        everywhere = torch.arange(at.numel(), device=at.device)
+        places = torch.zeros(size + 1, dtype=torch.long, device=at.device).scatter_(0, target, everywhere)
+        places = torch.where(torch.arange(size, device=at.device) < count.sum(), places[:size], places[0])
+        values = torch.zeros(max(1, len(self.policy.reads)), at.numel(), dtype=self.score_dtype, device=at.device)
         return places, canvas.tokens.flatten().clone(), values, (canvas.index == self.last)[:, None]
 
     def _read_into(
@@ -247,13 +264,6 @@ class Stepper:
         """`_read`, into the room that `_locate` made."""
         found = self._read(canvas, hidden, unguided, at, self.policy.reads)
         proposal[at], values[:, at] = found.proposal, found.values.to(values.dtype)
-
-    def _spread(self, canvas: Canvas, reading: Reading, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Proposals [b * L], the tokens as they are elsewhere, and values [K, b * L], zero elsewhere."""
-        proposal = canvas.tokens.flatten().index_put((places,), reading.proposal)
-        values = reading.values.new_zeros(len(reading.names), proposal.numel())
-        values[:, places] = reading.values
-        return proposal, values
 
     def _decide(self, canvas: Canvas, last: Tensor | None, **seen: Any) -> Decision:
         """The rule's answer, with the last step's certainty in it."""
@@ -279,23 +289,20 @@ class Stepper:
         self,
         canvas: Canvas,
         hidden: Tensor,
-        read: tuple[Tensor, Tensor],  # of all places: proposal [b * L], values [K, b * L]
-        names: tuple[str, ...],
+        proposal: Tensor,  # [b, L]
+        said: dict[str, Tensor],  # [b, L] each
         decision: Decision | None,  # None: still to be made
         last: Tensor | None,  # [b, 1] bool: rows at their last step; None: there are none
     ) -> None:
         """Decide, write, and say how it stands."""
-        shape, remasks = canvas.tokens.shape, self.policy.remasks
-        proposal, values = read[0].view(shape), dict(zip(names, read[1].view(-1, *shape).unbind(), strict=True))
         if decision is None:
-            said: Confidence = values  # type: ignore[assignment]
             decision = self._decide(canvas, last, hidden=hidden, said=said, proposal=proposal)
         reveal = decision.reveal
         masked = canvas.masked ^ reveal
         tokens = torch.where(reveal, proposal, canvas.tokens)
         reveal_step = torch.where(reveal, canvas.index[:, None], canvas.reveal_step)
-        if "log_proposal" in values and remasks:
-            self._set(canvas, "log_reveal", torch.where(reveal, values["log_proposal"], canvas.log_reveal))
+        if "log_proposal" in said and self.policy.remasks:
+            self._set(canvas, "log_reveal", torch.where(reveal, said["log_proposal"], canvas.log_reveal))
         if decision.remask is not None:
             remask = decision.remask & canvas.response & ~canvas.masked & canvas.live[:, None]
             remask = remask if last is None else remask & ~last
@@ -318,9 +325,12 @@ class Stepper:
             reveal_step = torch.where(rest, canvas.index[:, None], reveal_step)
             masked = masked & ~rest
             status["stopped"] = stopped
-        # A sum over a row is finite exactly where all of it is.
-        checked = next(name for name in ("log_top", "log_proposal", "margin", "entropy", "peak") if name in values)
-        status |= {"masks": masked.sum(-1), "logits": values[checked].sum(-1)}
+        # A sum is finite exactly where all of it is.
+        if self.peaks is not None:
+            sound = self.peaks[1].sum().expand_as(canvas.index)
+        else:
+            sound = next(said[name] for name in _FINITE if name in said).sum(-1)
+        status |= {"masks": masked.sum(-1), "logits": sound}
         if decision.scores is not None:
             asked = canvas.masked if last is None else canvas.masked & ~last
             status["scores"] = torch.where(asked, decision.scores, 0.0).sum(-1)

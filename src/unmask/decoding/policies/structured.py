@@ -17,8 +17,8 @@ class IID(Policy):
     short = "iid"
 
     def decide(self, step: Step) -> Decision:
-        left = (step.max_steps - step.index).clamp(min=1).double()
-        return Decision(step.uniforms()[:, :-1] < (1 / left)[:, None])
+        left = step.max_steps - step.index
+        return Decision(step.uniforms()[:, :-1] * left[:, None] < 1)
 
 
 @dataclass(frozen=True)
