@@ -1,6 +1,7 @@
 """How work is laid out must not show in the results: continuous batching, fixed shapes, chunks, engines used again."""
 
 import shutil
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.decoding.small import (
 )
 from unmask.decoding import stepper
 from unmask.decoding.generate import Engine, generate
-from unmask.decoding.policies import parse_policy
+from unmask.decoding.policies import Decision, Policy, parse_policy
 from unmask.decoding.tokens import TokenChoice
 from unmask.variational.selection import NonEmpty
 
@@ -126,6 +127,46 @@ def test_fixed_shapes_do_not_show(policy, batch_size, chunk, choice, uncompiled,
     set_up = batch_size  # the first pass is made once more, to see what V is
     assert out.num_forwards == sum(len(seen) for seen in denoiser.passes) - set_up
     assert out.num_forwards >= out.num_passes.sum()
+
+
+def test_rows_that_idle_are_not_projected(uncompiled, monkeypatch):
+    """Four prompts in a batch of three: the last one is alone, and the re-masking rule has no say about the others."""
+    monkeypatch.setitem(stepper.CHUNK, "cpu", 4 * V)
+    denoiser = Recorded(DENOISER)
+    engine = Engine(denoiser, POLICIES["remdm-conf"], 6, SAMPLED, batch_size=3, compile=True)
+    engine.generate(PROMPTS[0].repeat(4, 1))  # five tokens each: two chunks of four at most
+    alone = [denoiser.projected_after(step, step) for step in range(len(denoiser.passes) - 6, len(denoiser.passes))]
+    assert max(alone) <= 8
+
+
+@dataclass(frozen=True)
+class Stubborn(Policy):
+    """Reveals nothing, or everything, and always wants to mask again whatever was revealed."""
+
+    short = "stubborn"
+    remasks = True
+    generous: bool = False
+
+    def decide(self, step):
+        return Decision(torch.full_like(step.masked, self.generous), remask=torch.ones_like(step.masked))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_loop_has_the_last_word(compile, uncompiled):
+    """At the last step everything is revealed and nothing masked again, whatever a rule says; the prompt is not its."""
+    for generous, steps in ((False, 4), (True, 4), (True, 5)):
+        out = generate(DENOISER, PROMPTS, Stubborn(generous), steps, batch_size=2, compile=compile)
+        for row, prompt in enumerate(PROMPTS):
+            got = results(out, row)
+            assert MASK not in got["tokens"]
+            written = (prompt == MASK).tolist()
+            again = [0, steps // 2 if steps % 2 else steps // 2 - 1][generous]  # revealed at 0, masked at 1, ...
+            last = steps - 1 if not generous or steps % 2 else steps - 2
+            assert got["revisions"] == [0 if not is_written else again for is_written in written]
+            assert got["reveal_step"] == [last if is_written else -1 for is_written in written]
+            assert [token for token, is_written in zip(got["tokens"], written, strict=True) if not is_written] == [
+                token for token in prompt.tolist() if token != MASK
+            ]
 
 
 # --- an engine used again ---------------------------------------------------------------------------------------------

@@ -172,7 +172,8 @@ class Engine:
         elif self.compile and len(whole) < size:  # fixed shapes: the rows that are missing idle
             active = whole.take(torch.arange(size, device=whole.row.device).clamp(max=len(whole) - 1))
             active.live[len(whole) :], active.masked[len(whole) :] = False, False
-        if self._kept is not None and self._fits(*self._kept, active):
+        longest = int(whole.num_response.max())
+        if self._kept is not None and self._fits(*self._kept, active, longest):
             stepper, kept = self._kept
             kept.put(slice(None), active)
             active = kept
@@ -180,17 +181,17 @@ class Engine:
             if self.compile:  # what it compiles for must outlast this call
                 active = active.take(slice(None))
                 active.slot = torch.arange(size, device=active.slot.device)
-            stepper = Stepper(self.denoiser, self.policy, self.max_steps, self.choice, active, self.compile)
+            stepper = Stepper(self.denoiser, self.policy, self.max_steps, self.choice, active, longest, self.compile)
             self._kept = (stepper, active) if self.compile else None
         stepper.seed.fill_(seed)
         return stepper, active
 
     @staticmethod
-    def _fits(stepper: Stepper, kept: Canvas, active: Canvas) -> bool:
+    def _fits(stepper: Stepper, kept: Canvas, active: Canvas, longest: int) -> bool:
         """Whether what was compiled before can take this batch."""
         return (
             kept.tokens.shape == active.tokens.shape
             and kept.tokens.device == active.tokens.device
             and (kept.attention is None) == (active.attention is None)
-            and int(active.num_response.max()) <= stepper.longest
+            and longest <= stepper.longest
         )

@@ -57,7 +57,14 @@ class Stepper:
     """Takes a canvas one step further, in place.  It keeps what must outlive a step but belongs to no sequence."""
 
     def __init__(
-        self, denoiser: Denoiser, policy: Policy, max_steps: int, choice: TokenChoice, canvas: Canvas, static: bool
+        self,
+        denoiser: Denoiser,
+        policy: Policy,
+        max_steps: int,
+        choice: TokenChoice,
+        canvas: Canvas,
+        longest: int,  # of all responses to come
+        static: bool,
     ) -> None:
         self.denoiser, self.policy, self.choice, self.static = denoiser, policy, choice, static
         self.passes = 2 if choice.guidance else 1  # of the denoiser a step
@@ -65,7 +72,7 @@ class Stepper:
         self.last, self.budget = max_steps - 1, torch.tensor(max_steps, device=device)
         self.seed = torch.tensor(0, device=device)  # a tensor: a CUDA graph would keep a number for ever
         self.batch, self.length = canvas.tokens.shape
-        self.longest = int(canvas.num_response.max())
+        self.longest = longest
         self.chunk = 0  # positions; set by the first pass, which shows V
         self.previous = torch.empty(0)  # log p of the last pass [slot, response position, V], where a rule reads KL
         self.status = torch.empty(0)  # [?, b]: what the host must know after a step
@@ -244,8 +251,8 @@ class Stepper:
     def _locate(self, canvas: Canvas) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """With shapes that stand still: where to read, room for what is read, and which rows are at their last step.
 
-        [P]: the places that are read, in order, P a multiple of the chunk; where there are fewer, the first of them
-        again: a place that comes twice is read twice and gets the same values twice.
+        [P]: the places that are read, in order, P a multiple of the chunk; where there are fewer, the last of them
+        again.  It fills up its own chunk, and a place that comes twice in one chunk gets the same values twice.
         """
         at = self._read_at(canvas)
         size = -(-self.batch * self.longest // self.chunk) * self.chunk
@@ -254,7 +261,8 @@ class Stepper:
         target = torch.where(at, order - 1 + (count.cumsum(0) - count)[:, None], size).flatten()
         everywhere = torch.arange(at.numel(), device=at.device)
         places = torch.zeros(size + 1, dtype=torch.long, device=at.device).scatter_(0, target, everywhere)
-        places = torch.where(torch.arange(size, device=at.device) < count.sum(), places[:size], places[0])
+        last = (count.sum() - 1).clamp(min=0)
+        places = places[torch.arange(size, device=at.device).clamp(max=last)]
         values = torch.zeros(max(1, len(self.policy.reads)), at.numel(), dtype=self.score_dtype, device=at.device)
         return places, canvas.tokens.flatten().clone(), values, (canvas.index == self.last)[:, None]
 

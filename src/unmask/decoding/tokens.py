@@ -81,4 +81,4 @@ def inverse_cdf(p: Tensor, uniforms: Tensor) -> Tensor:
     cdf = p.cumsum(-1)
     total = cdf[:, -1:]
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True)[:, 0]
+    return torch.searchsorted(cdf, target, right=True)[:, 0].clamp(max=p.shape[-1] - 1)  # NaN is past the end

@@ -111,6 +111,11 @@ class Selector(nn.Module):
         attention: Tensor | None = None,  # [B, L] bool
     ) -> Tensor:
         """Logits s [B, L]."""
+        if hidden.shape[-1] != self.read_hidden.in_features:
+            raise ValueError(
+                f"the selector reads hidden states of width {self.read_hidden.in_features}, the denoiser gives "
+                f"{hidden.shape[-1]}: take both from the same run"
+            )
         t = t.clamp(min=1).to(torch.promote_types(hidden.dtype, torch.float32))  # log t must not be rounded to bfloat16
         total = torch.zeros_like(t) + budget
         time = torch.stack([t / total, 1 / t, t.log(), total.log()], dim=-1).to(hidden.dtype)  # [B, 4]

@@ -65,7 +65,7 @@ class Factor(Policy):
         log_c = step.log_c(self.confidence)
         order = descending(log_c, step.masked)
         c = log_c.gather(-1, order).exp()  # [b, L]: from the largest
-        r = torch.arange(1, c.shape[-1] + 1, device=c.device)
+        r = torch.arange(1, c.shape[-1] + 1, dtype=c.dtype, device=c.device)
         sure = (c >= 1 - self.factor / (r + 1)) | (r == 1)
         return Decision(step.masked & first(order, sure.long().cumprod(-1).sum(-1)))
 
@@ -117,7 +117,7 @@ class KLStable(Policy):
 
     def __post_init__(self) -> None:
         require(0 <= self.tau < 1, f"klass: tau must be at least 0 and below 1, got {self.tau}")
-        require(self.eps > 0, f"klass: eps must be above 0, got {self.eps}")
+        require(0 < self.eps < float("inf"), f"klass: eps must be above 0, got {self.eps}")
         require(self.h >= 1, f"klass: h must be at least 1, got {self.h}")
         check_confidence(self.confidence)
 

@@ -25,6 +25,8 @@ RULES: dict[str, type[Policy]] = {rule.short: rule for rule in _CLASSES}
 
 def parse_policy(text: str, network: SelectorNetwork | None = None) -> Policy:
     """The rule that `text` names.  `network` is the selector of the rules that need one."""
+    if text.count("(") > 8:
+        raise ValueError(f"cannot read a policy with {text.count('(')} brackets: no rule nests so deep")
     match = re.fullmatch(r"\s*([a-z0-9-]+)\s*(?::\s*([^:()]+)|\((.*)\))?\s*", text, flags=re.DOTALL)
     if match is None:
         raise ValueError(f"cannot read the policy {text!r}: write it as margin, threshold:0.9 or blocks(32,margin)")
@@ -44,17 +46,17 @@ def parse_policy(text: str, network: SelectorNetwork | None = None) -> Policy:
         # `deterministic` alone sets a switch; an `=` inside brackets belongs to a rule in there.
         if not re.fullmatch(r"[a-z_]+", name.strip()) or (not equals and types.get(name) is not bool):
             if place >= len(positional):
-                raise ValueError(f"{text}: {usage(rule)} has no place for {argument!r}")
+                raise ValueError(f"{text!r}: {usage(rule)} has no place for {argument!r}")
             name, value = positional[place].name, argument
         name = name.strip()
         if name not in {p.name for p in parameters(rule)}:
-            raise ValueError(f"{text}: {short} has no parameter {name!r}; write it as {usage(rule)}")
+            raise ValueError(f"{text!r}: {short} has no parameter {name!r}; write it as {usage(rule)}")
         if name in values:
-            raise ValueError(f"{text}: {name} is given twice")
-        values[name] = _value(value.strip(), types[name], f"{text}: {name}", network)
+            raise ValueError(f"{text!r}: {name} is given twice")
+        values[name] = _value(value.strip() if equals or value else "true", types[name], f"{text!r}: {name}", network)
     missing = [p.name for p in positional if p.name not in values and default(p) is MISSING]
     if missing:
-        raise ValueError(f"{text}: {' and '.join(missing)} missing; write it as {usage(rule)}")
+        raise ValueError(f"{text!r}: {' and '.join(missing)} missing; write it as {usage(rule)}")
     return rule(**values)
 
 
@@ -110,13 +112,16 @@ def _value(text: str, wanted: Any, what: str, network: SelectorNetwork | None) -
             raise ValueError(f"{what} must be {' or '.join(choices)}, got {text!r}")
         return text
     if wanted is bool:
-        if text not in ("", "true", "false"):
+        if text not in ("true", "false"):
             raise ValueError(f"{what} must be true or false, got {text!r}")
-        return text != "false"
+        return text == "true"
     if wanted in (int, float):
         try:
-            return wanted(text)
+            number = wanted(text)
         except ValueError:
             kind = "a whole number" if wanted is int else "a number"
             raise ValueError(f"{what} must be {kind}, got {text!r}") from None
+        if wanted is int and abs(number) >= 2**31:
+            raise ValueError(f"{what} must be below 2^31, got {text!r}")
+        return number
     return parse_policy(text, network)

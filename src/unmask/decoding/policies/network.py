@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unmask.decoding.confidence import FEATURES, features
+from unmask.decoding.policies.ranked import check_temperature
 from unmask.decoding.policies.rule import Decision, Policy, Step, highest, require
 from unmask.variational.selection import Bernoulli, NonEmpty, Selection
 
@@ -70,7 +71,7 @@ class Learned(_Scored):
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        require(0 < self.temperature < float("inf"), f"learned: temperature must be above 0, got {self.temperature}")
+        check_temperature("learned", self.temperature)
         require(0 <= self.floor < 1, f"learned: floor must be at least 0 and below 1, got {self.floor}")
         require(self.cap >= 0, f"learned: cap must be 0 (none) or more, got {self.cap}")
 
@@ -116,7 +117,7 @@ class RewardTrained(_Scored):
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        require(0 < self.temperature < float("inf"), f"reward: temperature must be above 0, got {self.temperature}")
+        check_temperature("reward", self.temperature)
 
     def decide(self, step: Step) -> Decision:
         scores = self.logits(step)

@@ -98,7 +98,7 @@ class Stochastic(Policy):
 
     def __post_init__(self) -> None:
         require(isinstance(self.order, Ranked), f"stochastic needs an order such as margin, not {written(self.order)}")
-        require(0 < self.temperature < float("inf"), f"stochastic: temperature must be above 0, got {self.temperature}")
+        check_temperature("stochastic", self.temperature)
 
     @property
     def reads(self) -> frozenset[str]:
@@ -112,6 +112,11 @@ class Stochastic(Policy):
 
 def confidence_read(confidence: Which) -> frozenset[str]:
     return frozenset({"log_top" if confidence == "max" else "log_proposal"})
+
+
+def check_temperature(rule: str, temperature: float) -> None:
+    """A score divided by less would be infinite, and all infinities are alike."""
+    require(1e-9 <= temperature < float("inf"), f"{rule}: temperature must be at least 1e-9, got {temperature}")
 
 
 def check_confidence(confidence: str) -> None:

@@ -99,7 +99,7 @@ class Policy:
     def decide(self, step: Step) -> Decision:
         """Which masks to reveal at this step, and what to mask again.  Tensors only: nothing may wait for the device.
 
-        Rows at their last step are asked too, and overruled.
+        A row at its last step may be asked too, and is overruled.
         """
         raise NotImplementedError
 
@@ -108,6 +108,8 @@ def written(value: object) -> str:
     """A parameter's value as the command line writes it."""
     if isinstance(value, Policy):
         return value.name
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
     return str(value)

@@ -25,7 +25,7 @@ class IID(Policy):
 class Dilated(Policy):
     """Round r = i + 1: the masks j with j mod stride = 0, stride = max(1, floor(N / 2^r)) (DUS).
 
-    j counts the response from 0; over after ceil(log2 N) rounds at most.  Inside `blocks`, N is the block.
+    j counts the response from 0; over after ceil(log2 N) rounds at most (N = 1: one).  Inside `blocks`, N is the block.
     """
 
     short = "dus"
