@@ -10,11 +10,10 @@ import pytest
 from rich.console import Console
 
 from unmask.evaluation import BoundReport, Order, Record
+from unmask.jsonl import ResultsError, append_jsonl
 from unmask.report import (
     HEADINGS,
-    ResultsError,
     Section,
-    append_jsonl,
     bound_table,
     columns,
     order_picture,

@@ -153,7 +153,8 @@ def evaluate(
         if stream is not None:
             stream.append(chunk)
         advance(len(ids))
-    order = Order(task.name, policy.name, budget, chunks[0].reveal_step, [list(group) for group in task.layout])
+    reveals = [row for chunk in chunks for row in chunk.reveal_step]
+    order = Order(task.name, policy.name, budget, reveals, [list(group) for group in task.layout])
     return Evaluation(_record(asked, chunks, task), order, verdicts_in(chunks))
 
 
@@ -226,7 +227,7 @@ def _evaluate_chunk(
         valid="".join("1" if right else "0" for right in valid.tolist()),
         steps=out.num_steps.tolist(),
         answers=sequence_codes(tokens[valid]).tolist() if task.unconditional else None,
-        reveal_step=out.reveal_step[:PICTURED].tolist() if ids[0] == 0 else [],
+        reveal_step=out.reveal_step[: max(0, PICTURED - int(ids[0]))].tolist(),
         num_forwards=out.num_forwards,
         num_passes=None if passes is None else int(passes.sum()),
         nothing_selected=int(out.nothing_selected.sum()),

@@ -6,18 +6,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from typing import Any
 
 
 class ResultsError(ValueError):
     """A results file that cannot be read; the message says which line."""
 
 
-def append_jsonl(path: Path, items: Sequence[DataclassInstance]) -> None:
-    """Add a line for each item; what a crash left of an unfinished line is dropped first."""
+def append_jsonl(path: Path, items: Sequence[Any]) -> None:
+    """Add a line for each item, a dataclass; what a crash left of an unfinished line is dropped first."""
     if path.exists():
         _mend_the_end(path)
     with path.open("a") as file:
@@ -26,7 +23,7 @@ def append_jsonl(path: Path, items: Sequence[DataclassInstance]) -> None:
             file.flush()
 
 
-def read_jsonl(path: Path, kind: type[DataclassInstance]) -> list[dict[str, Any]]:
+def read_jsonl(path: Path, kind: type[Any]) -> list[dict[str, Any]]:
     """The fields of each line; those of `kind` with a default may be missing, as they are in files of older versions.
 
     A last line that a crash cut off is passed over; any other line that is no such object is an error.

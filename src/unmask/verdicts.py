@@ -54,7 +54,7 @@ class Chunk:
     valid: str  # a 0 or a 1 for each example
     steps: list[int]  # of each example
     answers: list[int] | None  # a code for each valid answer, equal where the answers are; null for tasks with a prompt
-    reveal_step: list[list[int]]  # of the few examples that are pictured, in the first chunk
+    reveal_step: list[list[int]]  # of those among the first few examples of all, for the picture
     num_forwards: int
     num_passes: int | None
     nothing_selected: int
