@@ -387,7 +387,7 @@ def _evaluate_run(
                     compile=compile,
                     advance=advance,
                 )
-                if record not in recorded:
+                if again or record not in recorded:
                     append_jsonl(results, [record])
                 if order not in pictured:
                     append_jsonl(orders, [order])
@@ -448,12 +448,11 @@ def _one_step_more(heuristics: Sequence[tuple[Policy, int]], compared: Sequence[
 def _print_comparisons(results: Sequence[Result]) -> None:
     """Every learned order against the heuristics, and the areas under score against steps."""
     from unmask.comparison import compare
-    from unmask.report import COMPARISON_LEGEND, area_rows, area_table, by_learned, comparison_table
+    from unmask.report import area_rows, area_table, by_learned, comparison_table
 
     records = [result.record for result in results]
-    groups = by_learned(compare(results))
-    for group in groups:
-        _console().print(comparison_table(group, records, COMPARISON_LEGEND if group is groups[-1] else ""))
+    for comparisons in by_learned(compare(results)):
+        _console().print(comparison_table(comparisons, records))
     if rows := area_rows(records):
         _console().print(area_table(rows))
 

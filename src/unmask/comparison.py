@@ -67,6 +67,10 @@ class Comparison:
     at_floor: Record | None  # the paper's way: the heuristic with a budget of floor(mean steps) ...
     at_maximum: Record | None  # ... and with the most steps that the learned order took
 
+    @property
+    def floor(self) -> int:
+        return _floor(self.mean_steps)
+
 
 class Area(NamedTuple):
     """The mean score of a rule over a range of mean steps."""
@@ -127,8 +131,12 @@ def at_equal_steps(mean_steps: float, curve: Sequence[Result]) -> AtEqualSteps:
     return AtEqualSteps(score, (1 - w) * below.verdicts.valid + w * above.verdicts.valid)
 
 
+def _floor(mean_steps: float) -> int:
+    return math.floor(mean_steps + NEAR)
+
+
 def _what_is_missing(mean_steps: float, points: Sequence[Result]) -> str:
-    floor = math.floor(mean_steps + NEAR)
+    floor = _floor(mean_steps)
     most = max(points, key=lambda point: point.record.budget)
     if most.mean_steps < mean_steps and most.record.budget > floor + 1:
         return f"takes {most.mean_steps:.2f} steps at most"
@@ -174,7 +182,7 @@ def _against(learned: Result, curve: Sequence[Result]) -> Comparison:
         equal.missing,
         None if equal.score is None else score - equal.score,
         interval,
-        by_budget.get(math.floor(mean_steps + NEAR)),
+        by_budget.get(_floor(mean_steps)),
         by_budget.get(learned.record.max_steps),
     )
 

@@ -147,7 +147,8 @@ def evaluate(
     done = sum(len(chunk.valid) for chunk in chunks)
     if done:
         advance(done)
-    for ids in torch.arange(done, examples).split(CHUNK):
+    for first in range(done, examples, CHUNK):
+        ids = torch.arange(first, min(first + CHUNK, examples))
         chunk = _evaluate_chunk(model, task, policy, asked, ids, choice, compile)
         chunks.append(chunk)
         if stream is not None:

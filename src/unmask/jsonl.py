@@ -30,7 +30,7 @@ def read_jsonl(path: Path, kind: type[Any]) -> list[dict[str, Any]]:
     """
     known = {field.name for field in fields(kind)}
     needed = {field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING}
-    *lines, end = path.read_text().split("\n")
+    *lines, end = path.read_text(errors="replace").split("\n")
     rows = []
     for number, line in enumerate([*lines, end] if _whole(end) else lines, start=1):
         try:

@@ -118,8 +118,7 @@ def ordered(records: Sequence[Record]) -> list[Record]:
 def table(records: Sequence[Record], title: str, caption: str) -> Table:
     """For the terminal, 80 columns wide: all but the denoiser's hash, of which the caption tells."""
     shown = _table(title, " ".join([caption, *notes(records), LEGEND]))
-    for heading in HEADINGS[:-1]:
-        shown.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
+    _add_columns(shown, HEADINGS[:-1])
     for record in ordered(records):
         style = f"bold {LEARNED_COLOUR}" if record.trained_budget is not None else ""
         shown.add_row(*columns(record, records)[:-1], style=style)
@@ -142,11 +141,10 @@ def notes(records: Sequence[Record]) -> list[str]:
     return said
 
 
-COMPARISON_HEADINGS = ["against", "equal steps", "difference", "95%", "at floor", "at maximum"]
 COMPARISON_LEGEND = (
     "equal steps: the rule's score at the learned order's mean steps, interpolated linearly between its own nearest "
-    "numbers of steps. difference: learned less that, with a 95% interval from a paired bootstrap over examples. at "
-    "floor, at maximum: its score with the learned order's mean steps rounded down, and with the most steps it took."
+    "numbers of steps. difference: learned less that, with a 95% interval from a paired bootstrap over examples. floor, "
+    "max: the rule's score at the learned order's mean steps rounded down, and at the most steps that it took."
 )
 
 
@@ -155,21 +153,30 @@ def comparison_title(comparison: Comparison, among: Sequence[Record]) -> str:
     return f"{row_name(learned, among)}: {learned.score:.3f} valid in {comparison.mean_steps:.2f} steps"
 
 
+def comparison_headings(comparison: Comparison) -> list[str]:
+    paper = [f"floor {comparison.floor}", f"max {comparison.learned.max_steps}"]
+    return ["against", "equal steps", "difference", "95%", *paper]
+
+
 def comparison_columns(comparison: Comparison) -> list[str]:
-    """What is shown of a comparison under COMPARISON_HEADINGS."""
-    if comparison.score is None or comparison.difference is None:
-        middle = [f"not comparable: {comparison.missing}", "–", "–"]
-    else:
+    """What is shown of a comparison under its headings."""
+    middle = ["not comparable", "–", "–"]
+    if comparison.score is not None and comparison.difference is not None:
         interval = "–"
         if comparison.interval is not None:
             low, high = comparison.interval
             interval = f"{low:+.3f} to {high:+.3f}"
         middle = [f"{comparison.score:.3f}", f"{comparison.difference:+.3f}", interval]
     paper = [
-        "–" if record is None else f"{record.score:.3f} @ {record.budget}"
-        for record in (comparison.at_floor, comparison.at_maximum)
+        "–" if record is None else f"{record.score:.3f}" for record in (comparison.at_floor, comparison.at_maximum)
     ]
     return [comparison.policy, *middle, *paper]
+
+
+def not_comparable(comparisons: Sequence[Comparison]) -> str:
+    """Why, and what to do about it: a sentence, empty where all are comparable."""
+    reasons = [f"{comparison.policy}: {comparison.missing}" for comparison in comparisons if comparison.missing]
+    return f"Not comparable: {'; '.join(reasons)}." if reasons else ""
 
 
 def by_learned(comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
@@ -180,14 +187,23 @@ def by_learned(comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
     return list(found.values())
 
 
-def comparison_table(comparisons: Sequence[Comparison], among: Sequence[Record], caption: str = "") -> Table:
+def comparison_table(comparisons: Sequence[Comparison], among: Sequence[Record]) -> Table:
     """One learned order against each heuristic, for the terminal."""
+    caption = " ".join([not_comparable(comparisons), COMPARISON_LEGEND]).strip()
     shown = _table(comparison_title(comparisons[0], among), caption)
-    for heading in COMPARISON_HEADINGS:
-        shown.add_column(heading, justify="left" if heading == COMPARISON_HEADINGS[0] else "right")
+    _add_columns(shown, comparison_headings(comparisons[0]))
     for comparison in comparisons:
         shown.add_row(*comparison_columns(comparison))
     return shown
+
+
+def _add_columns(shown: Table, headings: Sequence[str]) -> None:
+    """Names to the left, which may take several lines; numbers to the right, which may not."""
+    for heading in headings:
+        if heading == headings[0]:
+            shown.add_column(heading, overflow="fold")
+        else:
+            shown.add_column(heading, justify="right", no_wrap=True)
 
 
 AREA_HEADINGS = ["rule", "mean score", "over steps"]
@@ -210,8 +226,7 @@ def area_rows(records: Sequence[Record]) -> list[list[str]]:
 
 def area_table(rows: Sequence[list[str]]) -> Table:
     shown = _table("area under score against steps", AREA_LEGEND)
-    for heading in AREA_HEADINGS:
-        shown.add_column(heading, justify="left" if heading == AREA_HEADINGS[0] else "right")
+    _add_columns(shown, AREA_HEADINGS)
     for row in rows:
         shown.add_row(*row)
     return shown
@@ -296,9 +311,8 @@ def shared_plot(runs: Sequence[tuple[str, Sequence[Record]]]) -> Figure:
                 names.append(run)
             if record not in found:
                 found.append(record)
-    return _plot(
-        [Line(", ".join([*names, key[0]]), records, marker) for key, (names, marker, records) in sorted(lines.items())]
-    )
+    by_rule = sorted(lines.items(), key=lambda item: item[0][0])
+    return _plot([Line(", ".join([*names, rule]), records, marker) for (rule, *_), (names, marker, records) in by_rule])
 
 
 def _repeated(items: Sequence[str], count: int) -> list[str]:
@@ -309,7 +323,7 @@ def _plot(lines: Sequence[Line]) -> Figure:
     figure, axes = _figure(7.2 if len(lines) < 12 else 9.0, max(3.6, 0.8 + 0.19 * len(lines)))
     colours = colours_of([line.records[0].policy for line in lines if line.records[0].trained_budget is None])
     shades = iter(_repeated(LEARNED_COLOURS, len(lines)))
-    for line in lines:
+    for line in sorted(lines, key=lambda line: line.records[0].trained_budget is None):  # learned orders first
         own = sorted(line.records, key=lambda r: r.mean_steps)
         steps, scores = [r.mean_steps for r in own], [r.score for r in own]
         errors = [[max(0.0, r.score - r.ci_low) for r in own], [max(0.0, r.ci_high - r.score) for r in own]]
@@ -440,9 +454,9 @@ def _section(section: Section) -> str:
     tables += _legend(" ".join([*notes(records), LEGEND]))
     for comparisons in by_learned(section.comparisons):
         tables += f"<h3>{html.escape(comparison_title(comparisons[0], records))}</h3>"
-        tables += _html_table(COMPARISON_HEADINGS, [comparison_columns(comparison) for comparison in comparisons])
-    if section.comparisons:
-        tables += _legend(COMPARISON_LEGEND)
+        rows = [comparison_columns(comparison) for comparison in comparisons]
+        tables += _html_table(comparison_headings(comparisons[0]), rows)
+        tables += _legend(f"{not_comparable(comparisons)} {COMPARISON_LEGEND}".strip())
     if rows := area_rows(records):
         tables += _html_table(AREA_HEADINGS, rows) + _legend(AREA_LEGEND)
     if section.bound is not None:
