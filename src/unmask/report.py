@@ -143,8 +143,8 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 COMPARISON_LEGEND = (
     "equal steps: the rule's score at the learned order's mean steps, interpolated linearly between its own nearest "
-    "numbers of steps. difference: learned less that, with a 95% interval from a paired bootstrap over examples. floor, "
-    "max: the rule's score at the learned order's mean steps rounded down, and at the most steps that it took."
+    "numbers of steps. difference: learned less that, with a 95% interval from a paired bootstrap over examples. "
+    "floor, max: the rule's score at the learned order's mean steps rounded down, and at the most steps that it took."
 )
 
 
