@@ -488,6 +488,7 @@ def test_more_examples_than_a_task_has(refused, run, monkeypatch):
     assert "task groups has 30 test examples: ask for at most as many, not for 31" in refused(
         "evaluate", run, "--examples", "31"
     )
+    assert "has 30 test examples" in refused("evaluate", run, "--bound", "--examples", "31")
     assert contents(run) == before
 
 
@@ -602,6 +603,25 @@ def test_report_of_several_runs(base, call, tmp_path):
     assert "frozen denoiser" in page
     assert "learned jointly" in page
     assert not (tmp_path / "frozen" / "report.html").exists()
+
+
+def test_report_of_two_runs_of_the_same_name(base, call, tmp_path):
+    for folder in ("a", "b"):
+        shutil.copytree(base / "frozen", tmp_path / folder / "run")
+    assert call("report", tmp_path / "a" / "run", tmp_path / "b" / "run", "--out", tmp_path / "page.html")[0] == 0
+    page = (tmp_path / "page.html").read_text()
+    assert f"<h2>groups: {tmp_path / 'a' / 'run'}, {tmp_path / 'b' / 'run'}</h2>" in page
+
+
+def test_report_of_other_tasks_shares_nothing(base, call, tmp_path):
+    """The same puzzle with another seed is another task."""
+    for name in ("one", "two"):
+        shutil.copytree(base / "frozen", tmp_path / name)
+    recipe = json.loads((tmp_path / "two" / "recipe.json").read_text())
+    recipe["task"]["seed"] = 1
+    (tmp_path / "two" / "recipe.json").write_text(json.dumps(recipe))
+    assert call("report", tmp_path / "one", tmp_path / "two", "--out", tmp_path / "page.html")[0] == 0
+    assert (tmp_path / "page.html").read_text().count("<section>") == 2
 
 
 # --- the verdict and the demo -----------------------------------------------------------------------------------------

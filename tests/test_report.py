@@ -389,9 +389,9 @@ def test_pictured_is_the_latest():
     assert pictured([order("iid"), order(), latest])[1] is latest
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 2, 4, 6])
 def test_order_pictures(count):
-    orders = [order(policy) for policy in ("learned", "iid", "margin", "top-prob")[:count]]
+    orders = [order(policy) for policy in ("learned", "iid", "margin", "top-prob", "a", "b")[:count]]
     figure = order_picture(orders)
     panels = [axes for axes in figure.axes if axes.images]
     assert len(panels) == count
@@ -471,10 +471,11 @@ def test_a_rule_on_the_same_denoiser_is_one_line_and_on_others_several():
 
 
 def test_any_name_can_be_drawn():
-    names = ["_hidden", "a $ b $", "<b>&", "x" * 60]
+    names = ["_hidden", "a $ b $", r"$\frac$", "<b>&", "x" * 150]
     figure = shared_plot([(name, [dataclasses.replace(LEARNED, score=0.5)]) for name in names])
     assert [label.strip() for label in labels_of(figure)] == [f"{name}, learned" for name in names]
     figure.savefig(io.BytesIO(), format="svg")
+    assert figure.axes[0].get_window_extent().width > 300, "the legend leaves room for the plot"
 
 
 def test_fifteen_rules_have_fifteen_colours():
@@ -589,9 +590,10 @@ EVIL = "<script>alert('&')</script>"
 
 def test_the_page_escapes_the_names_of_runs_and_rules(tmp_path):
     path = tmp_path / "report.html"
-    rule = heuristic(EVIL, 2, mean_steps=2.0)
-    compared = compare([Result(LEARNED, None), Result(rule, None), Result(heuristic(EVIL, 1, mean_steps=1.0), None)])
-    section = Section(EVIL, EVIL, [LEARNED, rule], [order(EVIL)], None, compared, EVIL, EVIL)
+    evil = dataclasses.replace(LEARNED, policy=f"{EVIL}, learned")
+    one, rule = heuristic(EVIL, 1, mean_steps=1.0), heuristic(EVIL, 2, mean_steps=2.0)
+    compared = compare([Result(evil, None), Result(rule, None), Result(one, None)])
+    section = Section(EVIL, EVIL, [evil, rule, one], [order(EVIL)], None, compared, EVIL, EVIL)
     write_html(path, [section, section])
     text = path.read_text()
     assert "<script" not in text

@@ -84,6 +84,7 @@ def test_after_a_crash_the_rest_is_done(tmp_path, monkeypatch, model, rule, cras
     policy = Learned(model.selector) if rule == "learned" else IID()
     whole = run(None, model, policy)
     assert 0 < whole.record.distinct < EXAMPLES * whole.record.score, "some answers occur twice, in different chunks"
+    assert len(whole.order.reveal_step) == evaluation.PICTURED
     path = tmp_path / "verdicts.jsonl"
     with pytest.raises(Crash):
         run(path, model, policy, advance=crash_after(crash))
@@ -131,6 +132,15 @@ def test_a_second_call_does_nothing_again(tmp_path, monkeypatch, model):
     assert second.record == first.record, "the seconds too"
     assert sizes == []
     assert path.read_bytes() == before
+
+
+def test_the_seconds_are_those_of_all_chunks(tmp_path, model):
+    path = tmp_path / "verdicts.jsonl"
+    with pytest.raises(Crash):
+        run(path, model, IID(), advance=crash_after(20))
+    lines = json_lines(path)
+    path.write_text("".join(json.dumps({**line, "seconds": 100.0}) + "\n" for line in lines))
+    assert 200 < run(path, model, IID()).record.seconds < 300
 
 
 def test_again_evaluates_anew_and_replaces(tmp_path, monkeypatch, model):

@@ -341,8 +341,8 @@ def _evaluate_run(
     """
     from unmask.comparison import Result
     from unmask.decoding.policies import Learned
-    from unmask.evaluation import check_examples, policy_named
     from unmask.evaluation import evaluate as evaluate_policy
+    from unmask.evaluation import policy_named
     from unmask.jsonl import append_jsonl
     from unmask.report import read_orders, read_records, table
     from unmask.verdicts import VerdictFile
@@ -353,7 +353,6 @@ def _evaluate_run(
     own = list(model.selector.budgets) if model.selector is not None else []
     number = examples or settings.examples
     choice = (tokens or TokenOptions()).choice(task, settings.temperature)
-    check_examples(task, number)
     learned: list[tuple[Policy, int]] = []
     heuristics: list[tuple[Policy, int]] = []
     for name in dict.fromkeys(names):
@@ -490,8 +489,9 @@ def _write_report(runs: list[Path], page: Path) -> None:
     from unmask.training.run import load_task
     from unmask.verdicts import VerdictFile
 
+    names = [run.resolve().name for run in runs]
     sections = []
-    for run in runs:
+    for run, name in zip(runs, names, strict=True):
         if not run.is_dir():
             raise ValueError(f"{run}: no such folder; give the folder of an evaluated run")
         records, orders = read_records(run / "results.jsonl"), read_orders(run / "orders.jsonl")
@@ -505,7 +505,7 @@ def _write_report(runs: list[Path], page: Path) -> None:
                 orders,
                 read_bound(run / "bound.json"),
                 compare(results(records, VerdictFile(run / "verdicts.jsonl"))),
-                run.resolve().name,
+                name if names.count(name) == 1 else str(run),
                 json.dumps(load_task(run)[0].task, sort_keys=True),
             )
         )

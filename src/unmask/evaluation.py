@@ -140,7 +140,7 @@ def evaluate(
     Every chunk of examples is added to `stream` when it is done.  What is already there of this very evaluation is not
     done again, unless `again`: the record is the same as if it had never been interrupted, but for the seconds.
     """
-    check_examples(task, examples)
+    _check_examples(task, examples)
     policy.check(budget)
     asked = _asked(model, task, policy, budget, examples, choice, seed, label)
     chunks = stream.chunks(asked) if stream is not None and not again else []
@@ -159,7 +159,7 @@ def evaluate(
     return Evaluation(_record(asked, chunks, task), order, verdicts_in(chunks))
 
 
-def check_examples(task: Task, examples: int) -> None:
+def _check_examples(task: Task, examples: int) -> None:
     """Raise ValueError where a task has fewer; one without `test_examples` has as many as are asked for."""
     limit = getattr(task, "test_examples", None)
     if limit is not None and examples > limit:
@@ -305,6 +305,7 @@ def evaluate_bound(
         raise ValueError("this run has no learned order, so it has no order bound: train one with an [order] section")
     if examples < 2:
         raise ValueError(f"a bound with its standard error needs at least 2 examples, got {examples}")
+    _check_examples(task, examples)
     budget = model.selector.budgets[0]
     device = next(model.parameters()).device
     objective = OrderObjective(model, budget, trajectories, NoBaseline(), seed)

@@ -20,7 +20,6 @@ def append_jsonl(path: Path, items: Sequence[Any]) -> None:
     with path.open("a") as file:
         for item in items:
             file.write(json.dumps(asdict(item)) + "\n")
-            file.flush()
 
 
 def read_jsonl(path: Path, kind: type[Any]) -> list[dict[str, Any]]:

@@ -320,7 +320,9 @@ def _repeated(items: Sequence[str], count: int) -> list[str]:
 
 
 def _plot(lines: Sequence[Line]) -> Figure:
-    figure, axes = _figure(7.2 if len(lines) < 12 else 9.0, max(3.6, 0.8 + 0.19 * len(lines)))
+    longest = max(len(line.label) for line in lines)  # the legend stands beside the plot
+    figure, panels = _figure(max(7.2, 5.5 + 0.085 * longest), max(3.6, 0.8 + 0.19 * len(lines)))
+    axes = panels[0, 0]
     colours = colours_of([line.records[0].policy for line in lines if line.records[0].trained_budget is None])
     shades = iter(_repeated(LEARNED_COLOURS, len(lines)))
     for line in sorted(lines, key=lambda line: line.records[0].trained_budget is None):  # learned orders first
@@ -367,12 +369,16 @@ def order_picture(orders: Sequence[Order]) -> Figure:
     import matplotlib as mpl
     from matplotlib.colors import BoundaryNorm
 
-    figure, panels = _figure(2.6 * len(orders) + 0.9, 3.1, columns=len(orders))
+    columns = min(len(orders), 4)
+    rows = -(-len(orders) // columns)
+    figure, panels = _figure(2.6 * columns + 0.9, 3.1 * rows, rows, columns)
     budget = max(order.budget for order in orders)
     shades = max(256, budget)  # BoundaryNorm wants one for every step
     scale = BoundaryNorm([step - 0.5 for step in range(budget + 1)], shades)
     colours = mpl.colormaps["viridis_r"].resampled(shades).with_extremes(bad="#e5e7eb")
-    for axes, order in zip(panels if len(orders) > 1 else [panels], orders, strict=True):
+    for axes in panels.flat[len(orders) :]:
+        axes.set_axis_off()
+    for axes, order in zip(panels.flat[: len(orders)], orders, strict=True):
         arranged = [position for group in order.layout for position in group]
         pixels = [[float("nan") if row[n] < 0 else row[n] for n in arranged] for row in order.reveal_step]
         image = axes.imshow(pixels, aspect="auto", cmap=colours, norm=scale, interpolation="nearest")
@@ -384,20 +390,21 @@ def order_picture(orders: Sequence[Order]) -> Figure:
         axes.set_xticks([])
         axes.set_yticks([])
         axes.set_xlabel("position" if len(order.layout) == 1 else "positions, grouped", fontsize=9)
-    (panels[0] if len(orders) > 1 else panels).set_ylabel("sequences", fontsize=9)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("sequences", fontsize=9)
     ticks = range(budget) if budget <= 10 else None
     figure.colorbar(image, ax=panels, label="revealed at step", ticks=ticks, fraction=0.05, pad=0.02)
     return figure
 
 
-def _figure(width: float, height: float, columns: int = 1) -> tuple[Figure, Any]:
-    """A figure without pyplot: no window system, no global state."""
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
+    """A figure and its panels [rows, columns], without pyplot: no window system, no global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns)
+    return figure, figure.subplots(rows, columns, squeeze=False)
 
 
 class Section(NamedTuple):
