@@ -176,14 +176,13 @@ def _asked(
     seed: int,
     label: str,
 ) -> Asked:
-    learned = isinstance(policy, Learned)
     selector = policy.selector if isinstance(policy, Learned) else None
     return Asked(
         task=task.name,
         split="test",
         model=label,
         policy=policy.name,
-        trained_budget=budget if learned else None,
+        trained_budget=budget if selector is not None else None,
         budget=budget,
         num_examples=examples,
         temperature=choice.temperature,
