@@ -158,7 +158,7 @@ def _validity(groups: dict[str, list[Run]]) -> list[str]:
         recipe = load_recipe(task, overrides)
         order = recipe.order
         assert order is not None
-        budgets = sorted({record.budget for run in runs for record in run.records if record.budget > order.budget})
+        budgets = [budget for budget in recipe.evaluate.budgets if budget > order.budget]
         lines.append(
             f"| {name} | {len(runs)} | {'joint' if order.denoiser_rate else 'frozen'} | {order.budget} "
             f"| {mean(run.learned.mean_steps for run in runs):.2f} | **{_spread(run.learned.score for run in runs)}** "

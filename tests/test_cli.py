@@ -12,8 +12,11 @@ import torch
 import unmask
 from tests.test_report import LEARNED, heuristic
 from tests.training.small import TINY_RECIPE, contents, json_lines
-from unmask import cli
+from unmask import cli, evaluation
 from unmask.cli import main, verdict
+from unmask.decoding.policies import Decision, highest
+from unmask.report import read_records
+from unmask.tasks.groups import Groups
 from unmask.training import recipe as recipe_module
 from unmask.training.run import load_task
 
@@ -216,6 +219,23 @@ WRONG_OPTIONS = {
     "steps of another order": (["evaluate", "{run}", "--policy", "learned", "--steps", "3"], "trained for T = 2"),
     "no examples": (["evaluate", "{run}", "--examples", "0"], "--examples"),
     "negative temperature": (["evaluate", "{run}", "--temperature", "-1"], "--temperature"),
+    "negative top-p": (["evaluate", "{run}", "--top-p", "-1"], "top_p must be above 0 and at most 1, got -1"),
+    "top-k of one that is greedy": (
+        ["evaluate", "{run}", "--top-k", "2", "--temperature", "0"],
+        "give a temperature above 0",
+    ),
+    "no end of sequence": (
+        ["evaluate", "{run}", "--min-length", "3"],
+        "task groups has no end of sequence (eos_token_id): leave out --min-length and --stop-at-eos",
+    ),
+    "no end of sequence to stop at": (["evaluate", "{run}", "--stop-at-eos"], "no end of sequence"),
+    "one bad budget of two": (["evaluate", "{run}", "--steps", "2", "--steps", "0"], "at least 1, got 0"),
+    "one bad policy of two": (["evaluate", "{run}", "--policy", "iid", "--policy", "idd"], "unknown policy 'idd'"),
+    "a bound of tokens": (["evaluate", "{run}", "--bound", "--top-k", "2"], "--bound takes no"),
+    "sample: top-p of one that is greedy": (
+        ["sample", "{run}", "--temperature", "0", "--top-p", "0.5"],
+        "give a temperature above 0",
+    ),
     "no trajectories": (["evaluate", "{run}", "--bound", "--trajectories", "0"], "--trajectories"),
     "a bound of one": (["evaluate", "{run}", "--bound", "--examples", "1"], "at least 2 examples"),
     "sample: unknown policy": (
@@ -290,17 +310,21 @@ def test_the_version(call):
 
 
 def test_evaluate_runs_what_the_recipe_says(base):
+    """And one step, the floor of the learned order's mean."""
     for name in ("frozen", "joint"):
         records = json_lines(base / name / "results.jsonl")
+        assert 1 < records[0]["mean_steps"] < 2
         assert [(r["policy"], r["budget"], r["trained_budget"]) for r in records] == [
             ("learned", 2, 2),
+            ("iid", 1, None),
             ("iid", 2, None),
             ("iid", 4, None),
+            ("top-prob", 1, None),
             ("top-prob", 2, None),
             ("top-prob", 4, None),
         ]
         assert {(r["num_examples"], r["temperature"], r["seed"], r["model"]) for r in records} == {(20, 1.0, 0, "1x16")}
-        assert len(json_lines(base / name / "orders.jsonl")) == 5
+        assert len(json_lines(base / name / "orders.jsonl")) == 7
 
 
 def test_evaluate_runs_heuristics_on_the_right_denoiser(base):
@@ -321,12 +345,165 @@ def test_evaluate_adds_to_the_results_and_prints_a_table(call, run):
     assert code == 0
     after = (run / "results.jsonl").read_text()
     assert after.startswith(before)
-    new = json_lines(run / "results.jsonl")[5:]
+    new = json_lines(run / "results.jsonl")[7:]
     assert [(r["policy"], r["budget"]) for r in new] == [("margin", 1), ("margin", 3), ("iid", 1), ("iid", 3)]
     assert {(r["num_examples"], r["temperature"], r["seed"]) for r in new} == {(6, 0.0, 9)}
     for part in ("margin @ 1", "iid @ 3", "best possible number of steps 2", "true entropy 2.197", "frozen denoiser"):
         assert part in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def evaluated(run):
+    """What an evaluation left, without what differs from call to call: the seconds."""
+    records = [{**record, "seconds": 0} for record in json_lines(run / "results.jsonl")]
+    return records, json_lines(run / "orders.jsonl")
+
+
+def test_a_second_call_continues_where_the_first_was_killed(call, base, tmp_path, monkeypatch):
+    """In the middle of an evaluation, between two, and between a record and its order: the end is always the same."""
+    monkeypatch.setattr(evaluation, "CHUNK", 8)  # 20 examples are three chunks, 7 evaluations
+    whole = evaluated(base / "frozen")
+    assert len(whole[0]) == len(whole[1]) == 7
+    generate, calls, last = evaluation.generate, 0, 0
+
+    def killed(*arguments, **options):
+        nonlocal calls
+        calls += 1
+        if calls == last:
+            raise KeyboardInterrupt
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(evaluation, "generate", killed)
+    for last in (1, 2, 4, 9, 21):
+        run, calls = tmp_path / f"killed-{last}", 0
+        shutil.copytree(base / "frozen", run, ignore=shutil.ignore_patterns("*.jsonl"))
+        assert call("evaluate", run)[0] == 130
+        assert calls == last
+        assert call("evaluate", run)[0] == 0
+        assert calls == 22, "nothing is generated twice but the batch that was lost"
+        assert evaluated(run) == whole
+    for name in ("orders.jsonl", "results.jsonl"):  # killed before the last line, and in the middle of it
+        for cut in (-1, -20):
+            text = (run / name).read_text()
+            (run / name).write_text("".join(text.splitlines(keepends=True)[:-1]) if cut == -1 else text[:cut])
+            calls = 0
+            assert call("evaluate", run)[0] == 0
+            assert calls == 0
+            assert evaluated(run) == whole
+
+
+def test_a_second_call_repeats_nothing_unless_again(call, run):
+    before = contents(run)
+    code, text, _ = call("evaluate", run)
+    assert code == 0
+    assert contents(run) == before
+    assert "learned, T = 2" in text
+    assert call("evaluate", run, "--again")[0] == 0
+    lines = json_lines(run / "results.jsonl")
+    assert len(lines) == 14
+    assert [{**line, "seconds": 0} for line in lines[:7]] == [{**line, "seconds": 0} for line in lines[7:]]
+    assert len(json_lines(run / "orders.jsonl")) == 7, "the same pictures"
+    assert len(read_records(run / "results.jsonl")) == 7
+
+
+def test_damaged_verdicts(refused, run):
+    lines = (run / "verdicts.jsonl").read_text().splitlines()
+    (run / "verdicts.jsonl").write_text("\n".join([lines[0], lines[1][:50], *lines[2:]]) + "\n")
+    before = contents(run)
+    for command in ("evaluate", "report"):
+        assert "verdicts.jsonl, line 2: not a JSON object" in refused(command, run)
+    assert contents(run) == before
+
+
+def test_evaluate_compares_at_equal_steps(call, run):
+    """The numbers of the table, from the verdicts of the file by hand."""
+    code, text, _ = call("evaluate", run)
+    assert code == 0
+    lines = {(v["asked"]["policy"], v["asked"]["budget"]): v for v in json_lines(run / "verdicts.jsonl")}
+
+    def score(*key):
+        return lines[key]["valid"].count("1") / 20
+
+    steps = sum(lines["learned", 2]["steps"]) / 20
+    assert f"learned, T = 2: {score('learned', 2):.3f} valid in {steps:.2f} steps" in text
+    w = steps - 1
+    expected = (1 - w) * score("top-prob", 1) + w * score("top-prob", 2)
+    row = next(line.split() for line in text.splitlines() if line.split()[:1] == ["top-prob"] and " to " in line)
+    assert row[1] == f"{expected:.3f}"
+    assert row[2] == f"{score('learned', 2) - expected:+.3f}"
+    assert float(row[3]) <= float(row[2]) <= float(row[5])
+    assert row[6:] == [f"{score('top-prob', 1):.3f}", f"{score('top-prob', 2):.3f}"]
+    assert "floor 1  max 2" in text
+    area = ((score("top-prob", 1) + score("top-prob", 2)) / 2 + score("top-prob", 2) + score("top-prob", 4)) / 3
+    assert re.search(rf"top-prob +{area:.3f} +1.00–4.00", text)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_with_explicit_steps_only_those(call, run):
+    code, text, _ = call("evaluate", run, "--policy", "learned", "--policy", "margin", "--steps", "2")
+    assert code == 0
+    assert [(r["policy"], r["budget"]) for r in json_lines(run / "results.jsonl")[7:]] == [("margin", 2)]
+    assert "Not comparable: margin: evaluate it at 1 and 2 steps." in " ".join(text.split())
+
+
+def test_without_steps_the_learned_order_keeps_its_own(call, run):
+    """And every heuristic gets what the comparison needs, beside the recipe's budgets."""
+    assert call("evaluate", run, "--policy", "margin", "--policy", "learned")[0] == 0
+    new = json_lines(run / "results.jsonl")[7:]
+    assert [(r["policy"], r["budget"]) for r in new] == [("margin", 1), ("margin", 2), ("margin", 4)]
+
+
+def test_a_rule_a_little_below_its_budget_runs_one_step_further(call, run, monkeypatch):
+    """Of a learned order that always takes 2 steps, iid needs 3: at 2 it takes a little less."""
+
+    def one_then_all(self, step):
+        return Decision(highest(step.confidence.log_top, step.masked, torch.ones_like(step.num_response)))
+
+    monkeypatch.setattr("unmask.decoding.policies.Learned.decide", one_then_all)
+    code, text, _ = call("evaluate", run, "--again")
+    assert code == 0
+    new = [(r["policy"], r["budget"]) for r in json_lines(run / "results.jsonl")[7:]]
+    rules = [("iid", 2), ("iid", 4), ("top-prob", 2), ("top-prob", 4)]
+    assert new == [("learned", 2), *rules, ("iid", 3)]
+    assert "not comparable" not in text.lower()
+
+
+def test_token_choices_reach_the_record_and_the_caption(call, run, monkeypatch):
+    monkeypatch.setattr(Groups, "eos_token_id", 0, raising=False)
+    code, text, _ = call(
+        "evaluate", run, "--policy", "iid", "--steps", "2", "--top-p", "0.9", "--top-k", "2", "--guidance", "0.5",
+        "--min-length", "1", "--stop-at-eos",
+    )  # fmt: skip
+    assert code == 0
+    record = json_lines(run / "results.jsonl")[-1]
+    assert (record["top_p"], record["top_k"], record["guidance"]) == (0.9, 2, 0.5)
+    assert record["eos_policy"] == "min-length:1,stop"
+    caption = " ".join(text.split())
+    assert "temperature 1, top-p 0.9, top-k 2, guidance 0.5, end of sequence: min-length:1,stop." in caption
+
+
+def test_more_examples_than_a_task_has(refused, run, monkeypatch):
+    monkeypatch.setattr(Groups, "test_examples", 30, raising=False)
+    before = contents(run)
+    assert "task groups has 30 test examples: ask for at most as many, not for 31" in refused(
+        "evaluate", run, "--examples", "31"
+    )
+    assert "has 30 test examples" in refused("evaluate", run, "--bound", "--examples", "31")
+    assert contents(run) == before
+
+
+def test_runs_of_older_versions(call, run):
+    """Records without the newer fields, and no verdicts: they are shown, and compared without an interval."""
+    newer = {"top_p", "top_k", "guidance", "mean_passes", "mean_revisions"}
+    older = [{k: v for k, v in line.items() if k not in newer} for line in json_lines(run / "results.jsonl")]
+    (run / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in older))
+    (run / "verdicts.jsonl").unlink()
+    assert call("report", run)[0] == 0
+    page = (run / "report.html").read_text()
+    assert "equal steps" in page
+    assert "<td>–</td>" in page
+    assert call("evaluate", run)[0] == 0
+    assert len(read_records(run / "results.jsonl")) == 7, "evaluated again, in place of the old ones"
 
 
 def test_a_budget_larger_than_the_response_is_allowed(call, run):
@@ -411,6 +588,8 @@ def test_report_writes_one_page(call, run):
     page = (run / "report.html").read_text()
     assert "learned, T = 2" in page
     assert page.count("<svg") == 2
+    for part in ("equal steps", "95% interval from a paired bootstrap", "mean score", "frozen denoiser"):
+        assert part in page
     assert (run / "orders.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -420,10 +599,29 @@ def test_report_of_several_runs(base, call, tmp_path):
     code, _, _ = call("report", tmp_path / "frozen", tmp_path / "joint", "--out", tmp_path / "page.html")
     assert code == 0
     page = (tmp_path / "page.html").read_text()
-    assert page.count("<section>") == 2
+    assert page.count("<section>") == 3, "one that they share, and one each"
     assert "frozen denoiser" in page
     assert "learned jointly" in page
     assert not (tmp_path / "frozen" / "report.html").exists()
+
+
+def test_report_of_two_runs_of_the_same_name(base, call, tmp_path):
+    for folder in ("a", "b"):
+        shutil.copytree(base / "frozen", tmp_path / folder / "run")
+    assert call("report", tmp_path / "a" / "run", tmp_path / "b" / "run", "--out", tmp_path / "page.html")[0] == 0
+    page = (tmp_path / "page.html").read_text()
+    assert f"<h2>groups: {tmp_path / 'a' / 'run'}, {tmp_path / 'b' / 'run'}</h2>" in page
+
+
+def test_report_of_other_tasks_shares_nothing(base, call, tmp_path):
+    """The same puzzle with another seed is another task."""
+    for name in ("one", "two"):
+        shutil.copytree(base / "frozen", tmp_path / name)
+    recipe = json.loads((tmp_path / "two" / "recipe.json").read_text())
+    recipe["task"]["seed"] = 1
+    (tmp_path / "two" / "recipe.json").write_text(json.dumps(recipe))
+    assert call("report", tmp_path / "one", tmp_path / "two", "--out", tmp_path / "page.html")[0] == 0
+    assert (tmp_path / "page.html").read_text().count("<section>") == 2
 
 
 # --- the verdict and the demo -----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import nn
 from tests.training.small import FixedTask, padded, single, small_model
 from unmask import evaluation
 from unmask.decoding.policies import IID, Learned, Margin, TopProbability
+from unmask.decoding.tokens import TokenChoice
 from unmask.evaluation import (
     Record,
     device_name,
@@ -27,6 +28,7 @@ from unmask.tasks.latin_square import LatinSquare
 from unmask.variational.enumeration import TinyModel, exact_bound
 
 TASK = Groups(groups=2, group_size=2, symbols=3)
+SAMPLED = TokenChoice(temperature=1.0)
 
 
 # --- the interval -----------------------------------------------------------------------------------------------------
@@ -87,7 +89,10 @@ ISSUE_FIELDS = [
     "device",
     "revision",
 ]
-EXTRAS = ["nothing_selected", "distinct", "distinct_low", "distinct_high"]
+EXTRAS = [
+    *("nothing_selected", "distinct", "distinct_low", "distinct_high"),
+    *("top_p", "top_k", "guidance", "mean_passes", "mean_revisions"),
+]
 
 
 def test_the_fields_of_a_record_are_fixed():
@@ -134,8 +139,8 @@ def exact_conditionals(task):
 
 
 def run(model, policy, budget, task=TASK, examples=60, **options):
-    settings = {"examples": examples, "temperature": 1.0, "seed": 0, "label": "stub", **options}
-    return evaluate(model, task, policy, budget, **settings)
+    settings = {"examples": examples, "choice": SAMPLED, "seed": 0, "label": "stub", **options}
+    return evaluate(model, task, policy, budget, **settings)[:2]
 
 
 VALID = TASK.examples(torch.tensor([0]), "test").tokens[0].tolist()
@@ -205,7 +210,7 @@ def test_iid_steps_are_counted_per_sequence():
 
 
 def test_what_a_record_says_of_a_heuristic():
-    record, _ = run(always(VALID), Margin(), 2, seed=7, temperature=0.5, label="2x16")
+    record, _ = run(always(VALID), Margin(), 2, seed=7, choice=TokenChoice(0.5), label="2x16")
     assert (record.task, record.split, record.model, record.policy) == ("groups", "test", "2x16", "margin")
     assert (record.trained_budget, record.budget, record.selector, record.nothing_selected) == (None, 2, None, None)
     assert (record.seed, record.temperature, record.eos_policy, record.device) == (7, 0.5, "none", "cpu")
@@ -242,7 +247,7 @@ def test_the_result_does_not_depend_on_the_batch(monkeypatch, learned):
     model, policy = learned_model()
     policy = policy if learned else IID()
     record, order = run(model, policy, 2, examples=23)
-    monkeypatch.setattr(evaluation, "BATCH", 7)
+    monkeypatch.setattr(evaluation, "CHUNK", 7)
     in_parts, same_order = run(model, policy, 2, examples=23)
     assert dataclasses.replace(in_parts, seconds=record.seconds) == record
     assert same_order == order
@@ -263,8 +268,8 @@ def test_the_seed_matters():
 
 def test_progress_is_told():
     told = []
-    run(always(VALID), IID(), 1, examples=600, advance=told.append)
-    assert told == [250, 250, 100]
+    run(always(VALID), IID(), 1, examples=2300, advance=told.append)
+    assert told == [1000, 1000, 300]
 
 
 # --- policies by name -------------------------------------------------------------------------------------------------

@@ -5,18 +5,29 @@ import io
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from unmask.comparison import Comparison, Result, compare
 from unmask.evaluation import BoundReport, Order, Record
+from unmask.jsonl import ResultsError, append_jsonl
 from unmask.report import (
+    AREA_HEADINGS,
+    COLOURS,
     HEADINGS,
-    ResultsError,
+    LEARNED_COLOURS,
     Section,
-    append_jsonl,
+    area_rows,
     bound_table,
+    by_learned,
+    colours_of,
     columns,
+    comparison_columns,
+    comparison_headings,
+    comparison_table,
+    notes,
     order_picture,
     ordered,
     pictured,
@@ -24,7 +35,9 @@ from unmask.report import (
     read_orders,
     read_records,
     score_plot,
+    shared_plot,
     table,
+    together,
     write_html,
 )
 
@@ -124,6 +137,11 @@ def test_of_the_same_evaluation_the_last_stands(tmp_path):
         {"task": "chain"},
         {"model": "6m"},
         {"split": "a"},
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"guidance": 1.0},
+        {"eos_policy": "stop"},
+        {"selector": "bernoulli"},
     ],
 )
 def test_another_evaluation_stands_beside_it(tmp_path, change):
@@ -157,6 +175,24 @@ def test_a_damaged_line_is_named_by_its_number(tmp_path, line, expected):
     assert f"{path}, line 3:" in message
     assert expected in message
     assert "\n" not in message
+
+
+def test_records_of_older_versions_are_read(tmp_path):
+    """They lack the fields that have defaults, and did what the defaults say."""
+    newer = {"top_p", "top_k", "guidance", "mean_passes", "mean_revisions"}
+    line = {key: value for key, value in dataclasses.asdict(LEARNED).items() if key not in newer}
+    (tmp_path / "results.jsonl").write_text(json.dumps(line) + "\n")
+    assert read_records(tmp_path / "results.jsonl") == [LEARNED]
+    assert (LEARNED.top_p, LEARNED.top_k, LEARNED.guidance) == (1.0, 0, 0.0)
+
+
+PUBLISHED = sorted((Path(__file__).parents[1] / "results").rglob("results.jsonl"))
+
+
+def test_every_published_record_is_read():
+    assert len(PUBLISHED) >= 40
+    for path in PUBLISHED:
+        assert len(read_records(path)) == len(path.read_text().splitlines())
 
 
 def test_no_results_yet(tmp_path):
@@ -262,6 +298,78 @@ def test_the_bound_table():
     assert "entropy" not in unknown
 
 
+# --- comparisons ------------------------------------------------------------------------------------------------------
+
+ONE, TWO = heuristic("iid", 1, mean_steps=1.0, score=0.1), heuristic("iid", 2, mean_steps=2.0, score=0.3)
+COMPARED = [*compare([Result(LEARNED, None), Result(ONE, None), Result(TWO, None)])]
+FAR = [*compare([Result(LEARNED, None), Result(heuristic("margin", 16, mean_steps=16.0), None)])]
+
+
+def test_columns_of_a_comparison():
+    """0.02 x 0.1 + 0.98 x 0.3 = 0.296 at 1.98 steps; without verdicts there is no interval."""
+    (found,) = COMPARED
+    shown = dict(zip(comparison_headings(found), comparison_columns(found), strict=True))
+    assert shown == {
+        "against": "iid",
+        "equal steps": "0.296",
+        "difference": "+0.677",
+        "95%": "–",
+        "floor 1": "0.100",
+        "max 2": "0.300",
+    }
+    certain = dataclasses.replace(found, difference=-0.0123, interval=(-0.0201, 0.0049))
+    assert comparison_columns(certain)[2:4] == ["-0.012", "-0.020 to +0.005"]
+
+
+def test_what_cannot_be_compared_is_said_instead_of_a_number():
+    text = printed(comparison_table([*COMPARED, *FAR], [LEARNED]))
+    row = next(line.split() for line in text.splitlines() if line.strip().startswith("margin"))
+    assert row == ["margin", "not", "comparable", "–", "–", "–", "–"]
+    assert "Not comparable: margin: evaluate it at 1 and 2 steps." in " ".join(text.split())
+    assert "not comparable" not in printed(comparison_table(COMPARED, [LEARNED])).lower()
+
+
+def test_the_comparison_table_fits_in_80_columns():
+    long = [dataclasses.replace(c, policy="blocks(32,threshold:0.95)", interval=(-0.1, 0.1)) for c in COMPARED]
+    text = printed(comparison_table([*COMPARED, *long, *FAR], [LEARNED]))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert "learned, T = 2: 0.973 valid in 1.98 steps" in text
+    assert "-0.100 to +0.100" in text
+
+
+def test_comparisons_are_told_by_their_learned_order():
+    other = Comparison(dataclasses.replace(LEARNED, budget=5, trained_budget=5), 4, "iid", 0, "", 0, None, None, None)
+    assert by_learned([COMPARED[0], other, FAR[0]]) == [[COMPARED[0], FAR[0]], [other]]
+
+
+def test_areas_are_told_with_their_range():
+    """Two rules over the same steps side by side, one over other steps apart, none for a single point."""
+    rules = [
+        *(heuristic("b", steps, mean_steps=float(steps), score=steps / 4) for steps in (1, 2, 4)),
+        *(heuristic("a", steps, mean_steps=float(steps), score=0.5) for steps in (2, 3)),
+        *(heuristic("c", steps, mean_steps=float(steps), score=1.0) for steps in (4, 1)),
+    ]
+    assert area_rows([LEARNED, *rules]) == [
+        ["b", "0.625", "1.00–4.00"],
+        ["c", "1.000", "1.00–4.00"],
+        ["a", "0.500", "2.00–3.00"],
+    ]
+
+
+def test_what_a_bernoulli_selector_left_empty_is_said_only_of_it():
+    assert notes(RECORDS) == []
+    paper = dataclasses.replace(LEARNED, selector="bernoulli", nothing_selected=0.0123)
+    (sentence,) = notes([paper, *RECORDS])
+    assert sentence.startswith("learned, T = 2 selected nothing in 1.23% of its steps")
+    assert "selected nothing in 1.23%" in " ".join(printed(table([paper], "", "")).split())
+
+
+def test_revisions_are_said_only_of_rules_that_re_mask():
+    (sentence,) = notes([*RECORDS, heuristic("remasking", 8, mean_revisions=0.25)])
+    assert sentence == "remasking @ 8 re-masked a position 0.250 times on average."
+
+
 # --- the pictures -----------------------------------------------------------------------------------------------------
 
 
@@ -281,9 +389,9 @@ def test_pictured_is_the_latest():
     assert pictured([order("iid"), order(), latest])[1] is latest
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 2, 4, 6])
 def test_order_pictures(count):
-    orders = [order(policy) for policy in ("learned", "iid", "margin", "top-prob")[:count]]
+    orders = [order(policy) for policy in ("learned", "iid", "margin", "top-prob", "a", "b")[:count]]
     figure = order_picture(orders)
     panels = [axes for axes in figure.axes if axes.images]
     assert len(panels) == count
@@ -326,6 +434,68 @@ def test_a_score_plot_shows_every_record():
         for x, y in zip(*container.lines[0].get_data(), strict=True)
     }
     assert points == {(record.mean_steps, record.score) for record in RECORDS}
+
+
+def labels_of(figure):
+    return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+
+
+def stars_of(figure):
+    """Position and colour of every learned point."""
+    lines = [container.lines[0] for container in figure.axes[0].containers]
+    return [(*map(float, (line.get_xdata()[0], line.get_ydata()[0])), line.get_color()) for line in lines
+            if line.get_marker() == "*"]  # fmt: skip
+
+
+def test_orders_of_several_runs_are_separate_stars():
+    """T = 5, 10 and 15, each labelled with its run and its T, in colours of their own."""
+    orders = [
+        dataclasses.replace(LEARNED, trained_budget=T, budget=T, mean_steps=T - 0.5, score=T / 20) for T in (5, 10, 15)
+    ]
+    figure = shared_plot([(f"run-{record.budget}", [record]) for record in orders])
+    assert labels_of(figure) == ["run-5, learned", "run-10, learned", "run-15, learned"]
+    stars = stars_of(figure)
+    assert [star[:2] for star in stars] == [(4.5, 0.25), (9.5, 0.5), (14.5, 0.75)]
+    assert len({colour for *_, colour in stars}) == 3
+    assert [text.get_text() for text in figure.axes[0].texts] == ["T = 5", "T = 10", "T = 15"]
+
+
+def test_a_rule_on_the_same_denoiser_is_one_line_and_on_others_several():
+    same, other = heuristic("iid", 4, mean_steps=3.9), heuristic("iid", 4, mean_steps=3.9, denoiser="ba9876543210")
+    figure = shared_plot([("a", [heuristic("iid", 2), same]), ("b", [same]), ("c", [other])])
+    assert labels_of(figure) == ["a, b, iid", "c, iid"]
+    lines = [container.lines[0] for container in figure.axes[0].containers]
+    assert [len(line.get_xdata()) for line in lines] == [2, 1]
+    assert lines[0].get_color() == lines[1].get_color(), "a colour a rule"
+    assert lines[0].get_marker() != lines[1].get_marker(), "a marker a run"
+
+
+def test_any_name_can_be_drawn():
+    names = ["_hidden", "a $ b $", r"$\frac$", "<b>&", "x" * 150]
+    figure = shared_plot([(name, [dataclasses.replace(LEARNED, score=0.5)]) for name in names])
+    assert [label.strip() for label in labels_of(figure)] == [f"{name}, learned" for name in names]
+    figure.savefig(io.BytesIO(), format="svg")
+    assert figure.axes[0].get_window_extent().width > 300, "the legend leaves room for the plot"
+
+
+def test_fifteen_rules_have_fifteen_colours():
+    rules = ["iid", "top-prob", "margin", *(f"rule-{i}" for i in range(12))]
+    found = colours_of(rules)
+    assert len(set(found.values())) == 15
+    assert not set(found.values()) & set(LEARNED_COLOURS)
+    assert {name: found[name] for name in COLOURS} == COLOURS
+
+
+def test_a_colour_does_not_depend_on_the_other_rules():
+    """Unless two would have the same: then one of them moves on."""
+    alone = {name: colours_of([name])[name] for name in ("entropy", "threshold:0.9", "left-to-right")}
+    assert len(set(alone.values())) == 3, "no two of these meet"
+    assert colours_of([*alone, "iid"]) == {**alone, "iid": COLOURS["iid"]}
+    assert colours_of(["left-to-right", "iid", "threshold:0.9"]) == {
+        **{name: alone[name] for name in ("left-to-right", "threshold:0.9")},
+        "iid": COLOURS["iid"],
+    }
+    assert len(colours_of([f"rule-{i}" for i in range(50)])) == 50
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -379,9 +549,9 @@ def test_the_page_holds_both_plots_and_the_table(page):
     parsed = Page(page)
     assert parsed.count["svg"] == 2
     assert parsed.count["figure"] == 2
-    assert parsed.count["tr"] == 1 + len(RECORDS)
     cells = [*HEADINGS, *(cell for record in ordered(RECORDS) for cell in columns(record, RECORDS))]
-    assert parsed.cells == cells
+    # iid runs from 2 to 4 in this table: (0.012 + 0.13) / 2
+    assert parsed.cells == [*cells, *AREA_HEADINGS, "iid", "0.071", "1.98–3.90"]
 
 
 def test_the_page_escapes(page):
@@ -400,6 +570,48 @@ def test_a_page_without_orders_and_with_several_runs(tmp_path):
     parsed = Page(path.read_text())
     assert parsed.count["section"] == 2
     assert parsed.count["svg"] == 1 + 2
+
+
+def test_the_page_tells_the_comparison(tmp_path):
+    path = tmp_path / "report.html"
+    paper = dataclasses.replace(LEARNED, selector="bernoulli", nothing_selected=0.0123)
+    write_html(path, [Section("one", "which denoiser", [paper, ONE, TWO], [], comparisons=[*COMPARED, *FAR])])
+    text = path.read_text()
+    cells = Page(text).cells
+    for part in (*comparison_headings(COMPARED[0]), *comparison_columns(COMPARED[0]), *AREA_HEADINGS, "1.00–2.00"):
+        assert part in cells
+    assert "Not comparable: margin: evaluate it at 1 and 2 steps." in text
+    assert "selected nothing in 1.23% of its steps" in text
+    assert text.index("which denoiser") < text.index("equal steps")
+
+
+EVIL = "<script>alert('&')</script>"
+
+
+def test_the_page_escapes_the_names_of_runs_and_rules(tmp_path):
+    path = tmp_path / "report.html"
+    evil = dataclasses.replace(LEARNED, policy=f"{EVIL}, learned")
+    one, rule = heuristic(EVIL, 1, mean_steps=1.0), heuristic(EVIL, 2, mean_steps=2.0)
+    compared = compare([Result(evil, None), Result(rule, None), Result(one, None)])
+    section = Section(EVIL, EVIL, [evil, rule, one], [order(EVIL)], None, compared, EVIL, EVIL)
+    write_html(path, [section, section])
+    text = path.read_text()
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;") > 6
+    assert not {"script", "b"} & Page(text).count.keys()
+
+
+def test_runs_of_the_same_task_share_a_plot(tmp_path):
+    one, two, three = (Section(name, "", [LEARNED], [], run=name, task="groups 1") for name in "abc")
+    alone = Section("d", "", [LEARNED], [], run="d", task="groups 2")
+    assert together([one, alone, two, three]) == [[one, two, three]]
+    assert together([one, alone]) == []
+    path = tmp_path / "report.html"
+    write_html(path, [one, alone, two])
+    parsed, text = Page(path.read_text()), path.read_text()
+    assert parsed.count["section"] == 1 + 3
+    assert parsed.count["svg"] == 1 + 3
+    assert text.index("<h2>groups: a, b</h2>") < text.index("<h2>a</h2>"), "the shared plot comes first"
 
 
 def test_the_page_tells_the_bound_and_the_true_likelihood(tmp_path):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.console import Console
+    from torch import Tensor
 
+    from unmask.comparison import Result
+    from unmask.decoding.policies import Policy
+    from unmask.decoding.tokens import TokenChoice
     from unmask.evaluation import Record
     from unmask.models.order_model import OrderModel
     from unmask.tasks.task import Task
@@ -41,6 +46,9 @@ Force = Annotated[
 Cpu = Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where a GPU is present.")]
 Run = Annotated[Path, typer.Argument(help="Folder of a finished run.", show_default=False)]
 
+TopP = Annotated[float, typer.Option(help="Sample among the fewest tokens that hold this much of the mass.")]
+TopK = Annotated[int, typer.Option(help="Sample among this many most probable tokens; 0: all.")]
+
 # What typer raises for an unknown command or option and for a missing or wrong value; its home differs by version.
 UsageError: Any = typer.BadParameter.__base__
 
@@ -59,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
         _refuse(str(error))
         sys.exit(2)
     if code == 130:  # typer turns Ctrl-C into this
-        _refuse("interrupted; a run that was being trained is unfinished: start it again with --force")
+        _refuse("interrupted; start training again with --force; `unmask evaluate` goes on where it stopped")
     sys.exit(code)
 
 
@@ -98,7 +106,7 @@ def demo(
     started = time.perf_counter()
     recipe = load_recipe("groups", [f"seed={seed}", f"task.seed={seed}"])
     train_run(recipe, out, force=force, cpu=True)
-    records = _evaluate_run(out, [], [], None, None, None, cpu=True)
+    records = _evaluate_run(out, cpu=True)
     _evaluate_bound(out, None, 8, None, cpu=True)
     _write_report([out], out / "report.html")
     cpu_seconds = time.process_time()
@@ -137,25 +145,49 @@ def evaluate(
     run: Run,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="iid, top-prob, margin or learned; may be repeated.", show_default="the recipe's"),
+        typer.Option(help="A rule, see `unmask policies`; may be repeated.", show_default="the recipe's"),
     ] = None,
     steps: Annotated[
-        list[int] | None, typer.Option(help="Budget of steps; may be repeated.", show_default="the recipe's")
+        list[int] | None,
+        typer.Option(
+            help="Budget of steps; may be repeated.",
+            show_default="the recipe's, and what a comparison at the learned order's steps needs",
+        ),
     ] = None,
     examples: Annotated[int | None, typer.Option(min=1, help="Test examples.", show_default="the recipe's")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.", show_default="the recipe's")] = None,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    guidance: Annotated[
+        float, typer.Option(help="Weight of classifier-free guidance: a second pass, with the prompt masked.")
+    ] = 0.0,
+    min_length: Annotated[
+        int, typer.Option(help="Forbid the end of sequence at this many first positions of the response.")
+    ] = 0,
+    stop_at_eos: Annotated[
+        bool, typer.Option("--stop-at-eos", help="Finish a sequence when all its masks lie behind an end of sequence.")
+    ] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.", show_default="the recipe's")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Evaluate anew what has been evaluated already.")] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="torch.compile the denoiser, on CUDA.")] = False,
     bound: Annotated[bool, typer.Option("--bound", help="The held-out bound instead, in nats a token.")] = False,
     trajectories: Annotated[int, typer.Option(min=1, help="Trajectories a sequence and time, with --bound.")] = 8,
     cpu: Cpu = False,
 ) -> None:
-    """Score policies on a run's task; adds to RUN/results.jsonl and prints a table."""
+    """Score policies on a run's task, compare them, and print tables; adds to RUN/results.jsonl.
+
+    Every verdict is kept in RUN/verdicts.jsonl as it is made: after a crash the same call goes on where it stopped.
+    """
+    tokens = TokenOptions(temperature, top_p, top_k, guidance, min_length, stop_at_eos)
     if bound:
-        if policy or steps or temperature is not None:
-            raise ValueError("--bound takes no --policy, --steps or --temperature: it is a number of the trained model")
+        if policy or steps or tokens != TokenOptions():
+            raise ValueError(
+                "--bound takes no --policy, no --steps and nothing that chooses tokens, such as --temperature: "
+                "it is a number of the trained model"
+            )
         _evaluate_bound(run, examples, trajectories, seed, cpu)
     else:
-        _evaluate_run(run, policy or [], steps or [], examples, temperature, seed, cpu)
+        _evaluate_run(run, policy or [], steps or [], examples, tokens, seed, again=again, compile=compile, cpu=cpu)
 
 
 @app.command()
@@ -172,16 +204,35 @@ def report(
 
 
 @app.command()
+def policies() -> None:
+    """List every unmasking rule with its parameters and defaults: what --policy takes."""
+    from unmask.decoding.policies.names import RULES, summary, usage
+
+    for rule in RULES.values():
+        typer.echo(f"{usage(rule):<33} {summary(rule)}")
+    typer.echo(
+        "\nA rule is written as its name alone (margin), with one value (threshold:0.9), or with several\n"
+        "(klass(0.9,0.01,2), eb(0.1,order=margin), blocks(32,stochastic(margin,0.5))).\n"
+        "learned, lo-arm and reward decide by the run's own selector.\n"
+        "i: step from 0, S: budget of steps, N: size of the response, M: its masks, H_n: entropy,\n"
+        "k_i: N div S, one more for the first N mod S steps, p_n: the denoiser's distribution at n, x_n: the token\n"
+        "proposed there, c_n: its largest probability (confidence=sampled: that of x_n)."
+    )
+
+
+@app.command()
 def sample(
     run: Run,
     policy: Annotated[
-        str, typer.Option(help="iid, top-prob, margin or learned.", show_default="learned if there is one")
+        str, typer.Option(help="A rule, see `unmask policies`.", show_default="learned if there is one")
     ] = "",
     steps: Annotated[
         int | None, typer.Option(min=1, help="Budget of steps.", show_default="the learned budget, or 4")
     ] = None,
     num: Annotated[int, typer.Option(min=1, help="How many sequences.")] = 4,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     trace: Annotated[bool, typer.Option("--trace", help="Print every step of the unmasking.")] = False,
 ) -> None:
@@ -190,16 +241,25 @@ def sample(
     from rich.markup import escape
 
     from unmask.decoding.generate import generate
+    from unmask.decoding.policies import NetworkPolicy
     from unmask.evaluation import policy_named
 
     model, plain, task = _load(run, cpu=True)[:3]
-    policy = policy or ("learned" if model.selector is not None else "top-prob")
-    rule = policy_named(policy, model)
-    denoiser = (model if policy == "learned" else plain).denoiser
+    rule = policy_named(policy or ("learned" if model.selector is not None else "top-prob"), model)
+    denoiser = (model if isinstance(rule, NetworkPolicy) else plain).denoiser
+    choice = TokenOptions(temperature, top_p, top_k).choice(task, temperature)
     budget = steps or (model.selector.budgets[0] if model.selector is not None else 4)
     truth = task.examples(torch.arange(num), "test")
     canvas = torch.where(truth.response, denoiser.mask_token_id, truth.tokens)
-    out = generate(denoiser, canvas, rule, budget, seed=seed, temperature=temperature, attention=truth.attention)
+    out = generate(
+        denoiser,
+        canvas,
+        rule,
+        budget,
+        seed=seed,
+        attention=truth.attention,
+        **vars(choice),
+    )
     valid = task.valid(out.tokens, truth).tolist()
     console = _console()
     used = range(int(out.num_steps.max()))
@@ -258,55 +318,165 @@ def verdict(records: list[Record]) -> list[str]:
     return failures
 
 
+class TokenOptions(NamedTuple):
+    """The options that say how tokens are chosen."""
+
+    temperature: float | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    guidance: float = 0.0
+    min_length: int = 0
+    stop_at_eos: bool = False
+
+    def choice(self, task: Task, temperature: float) -> TokenChoice:
+        """The same for generation; `temperature` where no other is given."""
+        from unmask.decoding.tokens import TokenChoice
+
+        eos_token_id = getattr(task, "eos_token_id", None)
+        if eos_token_id is None and (self.min_length or self.stop_at_eos):
+            raise ValueError(
+                f"task {task.name} has no end of sequence (eos_token_id): leave out --min-length and --stop-at-eos"
+            )
+        given = self if self.temperature is not None else self._replace(temperature=temperature)
+        return TokenChoice(**given._asdict(), eos_token_id=eos_token_id)
+
+
 def _evaluate_run(
     run: Path,
-    policies: list[str],
-    budgets: list[int],
-    examples: int | None,
-    temperature: float | None,
-    seed: int | None,
-    cpu: bool,
+    policies: Sequence[str] = (),
+    budgets: Sequence[int] = (),
+    examples: int | None = None,
+    tokens: TokenOptions | None = None,
+    seed: int | None = None,
+    *,
+    again: bool = False,
+    compile: bool = False,
+    cpu: bool = False,
 ) -> list[Record]:
-    """Evaluate policies x budgets, the recipe's where none are named; print the table and add to the run's results."""
-    import torch
+    """Evaluate policies x budgets, the recipe's where none are named; print the tables and add to the run's results.
 
-    from unmask.evaluation import evaluate, policy_named
-    from unmask.report import append_jsonl, table
+    Without `budgets`, heuristics also run at those that a comparison with the learned order needs.
+    """
+    from unmask.comparison import Result
+    from unmask.decoding.policies import NetworkPolicy
+    from unmask.evaluation import evaluate as evaluate_policy
+    from unmask.evaluation import policy_named, response_sizes
+    from unmask.jsonl import append_jsonl
+    from unmask.report import read_orders, read_records, table
+    from unmask.verdicts import VerdictFile
 
     model, plain, task, recipe = _load(run, cpu)
     settings = recipe.evaluate
-    names = policies or [*(["learned"] if model.selector is not None else []), *settings.policies]
+    names = list(policies) or [*(["learned"] if model.selector is not None else []), *settings.policies]
     own = list(model.selector.budgets) if model.selector is not None else []
-    sizes = task.examples(torch.arange(1), "test").response.sum(-1)
-    wanted = []
-    for name in names:
+    number = examples or settings.examples
+    choice = (tokens or TokenOptions()).choice(task, settings.temperature)
+    sizes = response_sizes(task, number)
+    learned: list[tuple[Policy, int]] = []
+    heuristics: list[tuple[Policy, int]] = []
+    for name in dict.fromkeys(names):
         rule = policy_named(name, model)
+        is_learned = isinstance(rule, NetworkPolicy)
         asked = budgets or settings.budgets or own or [task.length]
-        for budget in own if name == "learned" and not policies else asked:
+        for budget in dict.fromkeys(own if is_learned and not (policies and budgets) else asked):
             if budget < 1:
                 raise ValueError(f"--steps must be at least 1, got {budget}")
             rule.check(budget, sizes)
-            wanted.append((rule, budget))
-    number = examples or settings.examples
-    records: list[Record] = []
-    with _progress("evaluate", number * len(wanted)) as advance:
-        for rule, budget in wanted:
-            record, order = evaluate(
-                model if rule.name == "learned" else plain,
-                task,
-                rule,
-                budget,
-                examples=number,
-                temperature=settings.temperature if temperature is None else temperature,
-                seed=recipe.seed if seed is None else seed,
-                label=_label(recipe),
-                advance=advance,
-            )
-            append_jsonl(run / "results.jsonl", [record])
-            append_jsonl(run / "orders.jsonl", [order])
-            records.append(record)
+            (learned if is_learned else heuristics).append((rule, budget))
+    results, orders = run / "results.jsonl", run / "orders.jsonl"
+    recorded = read_records(results) if results.exists() else []
+    pictured, stream = read_orders(orders), VerdictFile(run / "verdicts.jsonl")
+
+    def evaluated(wanted: Sequence[tuple[Policy, int]]) -> list[Result]:
+        found = []
+        with _progress("evaluate", number * len(wanted)) as advance:
+            for rule, budget in wanted:
+                record, order, verdicts = evaluate_policy(
+                    model if isinstance(rule, NetworkPolicy) else plain,
+                    task,
+                    rule,
+                    budget,
+                    examples=number,
+                    choice=choice,
+                    seed=recipe.seed if seed is None else seed,
+                    label=_label(recipe),
+                    stream=stream,
+                    again=again,
+                    compile=compile,
+                    advance=advance,
+                )
+                if again or record not in recorded:
+                    append_jsonl(results, [record])
+                if order not in pictured:
+                    append_jsonl(orders, [order])
+                found.append(Result(record, verdicts))
+        return found
+
+    compared = evaluated(learned) if learned else []
+    if not budgets:
+        heuristics = _with_equal_steps(heuristics, compared, sizes)
+    compared += evaluated(heuristics) if heuristics else []
+    if not budgets and (further := _one_step_more(heuristics, compared, sizes)):
+        compared += evaluated(further)
+    records = [result.record for result in compared]
     _console().print(table(records, _title(run), _caption(run, records)))
+    _print_comparisons(compared)
     return records
+
+
+def _with_equal_steps(
+    heuristics: Sequence[tuple[Policy, int]], learned: Sequence[Result], sizes: Tensor
+) -> list[tuple[Policy, int]]:
+    """Each heuristic also at the floor and the ceiling of the learned mean steps, and at the learned maximum."""
+    needed = {
+        steps
+        for result in learned
+        for steps in (math.floor(result.mean_steps), math.ceil(result.mean_steps), result.record.max_steps)
+    }
+    rules = {rule.name: rule for rule, _ in heuristics}
+    return [
+        (rule, budget)
+        for name, rule in rules.items()
+        for asked in [{budget for other, budget in heuristics if other.name == name}]
+        for budget in sorted(asked | {steps for steps in needed if _can_run(rule, steps, sizes)})
+    ]
+
+
+def _can_run(rule: Policy, budget: int, sizes: Tensor) -> bool:
+    try:
+        rule.check(budget, sizes)
+    except ValueError:
+        return False
+    return True
+
+
+def _one_step_more(
+    heuristics: Sequence[tuple[Policy, int]], compared: Sequence[Result], sizes: Tensor
+) -> list[tuple[Policy, int]]:
+    """What else a comparison needs of rules that take a little less than their budget, as iid does."""
+    reached = {(result.record.policy, result.record.budget): result.mean_steps for result in compared}
+    needed: dict[tuple[str, int], tuple[Policy, int]] = {}
+    for result in compared:
+        if result.record.trained_budget is not None:
+            ceiling = math.ceil(result.mean_steps)
+            for rule, budget in heuristics:
+                more = (rule.name, budget + 1)
+                short = budget == ceiling and reached[rule.name, budget] < result.mean_steps
+                if short and more not in reached and _can_run(rule, budget + 1, sizes):
+                    needed[more] = (rule, budget + 1)
+    return list(needed.values())
+
+
+def _print_comparisons(results: Sequence[Result]) -> None:
+    """Every learned order against the heuristics, and the areas under score against steps."""
+    from unmask.comparison import compare
+    from unmask.report import area_rows, area_table, by_learned, comparison_table
+
+    records = [result.record for result in results]
+    for comparisons in by_learned(compare(results)):
+        _console().print(comparison_table(comparisons, records))
+    if rows := area_rows(records):
+        _console().print(area_table(rows))
 
 
 def _evaluate_bound(run: Path, examples: int | None, trajectories: int, seed: int | None, cpu: bool) -> None:
@@ -335,16 +505,33 @@ def _evaluate_bound(run: Path, examples: int | None, trajectories: int, seed: in
 
 
 def _write_report(runs: list[Path], page: Path) -> None:
-    from unmask.report import Section, order_picture, pictured, read_bound, read_orders, read_records, write_html
+    import json
 
+    from unmask.comparison import compare, results
+    from unmask.report import Section, order_picture, pictured, read_bound, read_orders, read_records, write_html
+    from unmask.training.run import load_task
+    from unmask.verdicts import VerdictFile
+
+    names = [run.resolve().name for run in runs]
     sections = []
-    for run in runs:
+    for run, name in zip(runs, names, strict=True):
         if not run.is_dir():
             raise ValueError(f"{run}: no such folder; give the folder of an evaluated run")
         records, orders = read_records(run / "results.jsonl"), read_orders(run / "orders.jsonl")
         if not records:
             raise ValueError(f"{run}/results.jsonl is empty: run `unmask evaluate {run}` first")
-        sections.append(Section(_title(run), _caption(run, records), records, orders, read_bound(run / "bound.json")))
+        sections.append(
+            Section(
+                _title(run),
+                _caption(run, records),
+                records,
+                orders,
+                read_bound(run / "bound.json"),
+                compare(results(records, VerdictFile(run / "verdicts.jsonl"))),
+                name if names.count(name) == 1 else str(run),
+                json.dumps(load_task(run)[0].task, sort_keys=True),
+            )
+        )
     write_html(page, sections)
     for run, section in zip(runs, sections, strict=True):
         if chosen := pictured(section.orders):
@@ -373,11 +560,17 @@ def _title(run: Path) -> str:
 
 def _caption(run: Path, records: list[Record]) -> str:
     """Which denoiser each rule ran on, and how tokens were chosen."""
+    from unmask.evaluation import Record
     from unmask.training.run import continued, load_task
 
     recipe, _ = load_task(run)
-    temperatures = " and ".join(f"{value:g}" for value in sorted({record.temperature for record in records}))
-    tokens = f"Tokens sampled at temperature {temperatures}."
+    tokens = f"Tokens sampled at temperature {_values(records, 'temperature')}"
+    for field, what in (("top_p", "top-p"), ("top_k", "top-k"), ("guidance", "guidance")):
+        if any(getattr(record, field) != Record.__dataclass_fields__[field].default for record in records):
+            tokens += f", {what} {_values(records, field)}"
+    if any(record.eos_policy != "none" for record in records):
+        tokens += f", end of sequence: {' and '.join(sorted({record.eos_policy for record in records}))}"
+    tokens += "."
     if recipe.order is None:
         return f"Every rule runs on the same plainly trained denoiser. {tokens}"
     if recipe.order.denoiser_rate == 0:
@@ -387,6 +580,10 @@ def _caption(run: Path, records: list[Record]) -> str:
         "The order was learned jointly with the denoiser. The heuristics run on the denoiser as it was before order "
         f"learning, given as many further plain updates: {plain.updates} of {plain.batch} sequences. {tokens}"
     )
+
+
+def _values(records: Sequence[Record], field: str) -> str:
+    return " and ".join(f"{value:g}" for value in sorted({getattr(record, field) for record in records}))
 
 
 def _console() -> Console:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import subprocess
@@ -9,22 +10,26 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import unmask
-from unmask.decoding.generate import generate
-from unmask.decoding.policies import Learned, Policy, parse_policy
-from unmask.models.networks import Denoiser
+from unmask.decoding.generate import Engine
+from unmask.decoding.policies import NetworkPolicy, Policy, parse_policy
+from unmask.decoding.tokens import TokenChoice
+from unmask.models.networks import Selector
 from unmask.models.order_model import OrderModel
 from unmask.streams import Purpose, uniforms
-from unmask.tasks.diversity import distinct_range, num_distinct
-from unmask.tasks.task import Task
+from unmask.tasks.diversity import distinct_range, sequence_codes
+from unmask.tasks.task import Examples, Task
 from unmask.training.objectives import OrderObjective, padding, read_denoiser
 from unmask.variational.estimators import NoBaseline
+from unmask.verdicts import IDENTITY, Asked, Chunk, VerdictFile, Verdicts, verdicts_in
 
 BATCH = 250  # sequences a pass
+CHUNK = 4 * BATCH  # sequences between two lines of verdicts: the most that a crash loses
 PICTURED = 24  # sequences whose order is kept for the picture
 
 
@@ -58,6 +63,12 @@ class Record:
     distinct: int | None  # different valid answers; null for tasks with a prompt
     distinct_low: int | None  # 99% range of that number for as many draws from the true distribution
     distinct_high: int | None
+    # What records of older versions lack; the defaults are what they did.
+    top_p: float = 1.0
+    top_k: int = 0
+    guidance: float = 0.0
+    mean_passes: float | None = None  # denoiser passes a sequence, guidance included
+    mean_revisions: float | None = None  # re-maskings a response position; null where nothing was re-masked
 
     @property
     def diverse(self) -> bool:
@@ -78,9 +89,22 @@ class Order:
     layout: list[list[int]]
 
 
+class Evaluation(NamedTuple):
+    """What comes of a policy at a budget."""
+
+    record: Record
+    order: Order
+    verdicts: Verdicts
+
+
 def policy_named(text: str, model: OrderModel) -> Policy:
     """The rule that a string names; those that need a network take the selector of `model`."""
     return parse_policy(text, model.selector)
+
+
+def response_sizes(task: Task, examples: int) -> Tensor:
+    """N of the first examples, to check a rule by before anything is generated."""
+    return task.examples(torch.arange(min(examples, BATCH)), "test").response.sum(-1)
 
 
 def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
@@ -98,75 +122,136 @@ def evaluate(
     budget: int,
     *,
     examples: int,
-    temperature: float,
+    choice: TokenChoice,
     seed: int,
     label: str,
+    stream: VerdictFile | None = None,
+    again: bool = False,
+    compile: bool = False,
     advance: Callable[[int], None] = lambda sequences: None,
-) -> tuple[Record, Order]:
-    """Generate for the first `examples` of the test split with the denoiser of `model`, and check every answer."""
-    device = next(model.parameters()).device
-    started = time.perf_counter()
-    valid, steps, reveals, answers, forwards, nothing = [], [], [], [], 0, 0
-    for ids in torch.arange(examples).split(BATCH):
-        truth = task.examples(ids, "test")
-        canvas = torch.where(truth.response, model.denoiser.mask_token_id, truth.tokens).to(device)
-        out = generate(
-            model.denoiser,
-            canvas,
-            policy,
-            budget,
-            seed=seed,
-            ids=ids,
-            temperature=temperature,
-            attention=truth.attention.to(device),
-        )
-        tokens = out.tokens.cpu()
-        valid.append(task.valid(tokens, truth))
-        answers.append(tokens)
-        steps.append(out.num_steps.cpu())
-        reveals.append(out.reveal_step.cpu())
-        forwards += out.num_forwards
-        nothing += int(out.nothing_selected.sum())
-        advance(len(ids))
-    seconds = time.perf_counter() - started
-    right, step_counts = torch.cat(valid), torch.cat(steps)
-    num_valid = int(right.sum())
-    low, high = wilson_interval(num_valid, examples)
-    learned = isinstance(policy, Learned)
-    distinct = distinct_low = distinct_high = None
-    if task.unconditional:
-        distinct = num_distinct(torch.cat(answers)[right])
-        distinct_low, distinct_high = distinct_range(task, num_valid) if num_valid else (0, 0)
-    record = Record(
+) -> Evaluation:
+    """Generate for the first `examples` of the test split with the denoiser of `model`, and check every answer.
+
+    Every chunk of examples is added to `stream` when it is done.  What is already there of this very evaluation is not
+    done again, unless `again`: the record is the same as if it had never been interrupted, but for the seconds.
+    """
+    _check_examples(task, examples)
+    policy.check(budget, response_sizes(task, examples))
+    asked = _asked(model, task, policy, budget, examples, choice, seed, label)
+    chunks = stream.chunks(asked) if stream is not None and not again else []
+    done = sum(len(chunk.valid) for chunk in chunks)
+    if done:
+        advance(done)
+    engine = Engine(model.denoiser, policy, budget, choice, batch_size=min(BATCH, examples), compile=compile)
+    for first in range(done, examples, CHUNK):
+        ids = torch.arange(first, min(first + CHUNK, examples))
+        chunk = _evaluate_chunk(engine, task, asked, ids, next(model.parameters()).device, advance)
+        chunks.append(chunk)
+        if stream is not None:
+            stream.append(chunk)
+    reveals = [row for chunk in chunks for row in chunk.reveal_step]
+    order = Order(task.name, policy.name, budget, reveals, [list(group) for group in task.layout])
+    return Evaluation(_record(asked, chunks, task), order, verdicts_in(chunks))
+
+
+def _check_examples(task: Task, examples: int) -> None:
+    """Raise ValueError where a task has fewer; one without `test_examples` has as many as are asked for."""
+    limit = getattr(task, "test_examples", None)
+    if limit is not None and examples > limit:
+        raise ValueError(f"task {task.name} has {limit} test examples: ask for at most as many, not for {examples}")
+
+
+def _asked(
+    model: OrderModel,
+    task: Task,
+    policy: Policy,
+    budget: int,
+    examples: int,
+    choice: TokenChoice,
+    seed: int,
+    label: str,
+) -> Asked:
+    selector = policy.network if isinstance(policy, NetworkPolicy) else None
+    return Asked(
         task=task.name,
         split="test",
         model=label,
         policy=policy.name,
-        trained_budget=budget if learned else None,
+        trained_budget=budget if selector is not None else None,
         budget=budget,
-        mean_steps=round(float(step_counts.double().mean()), 4),
-        min_steps=int(step_counts.min()),
-        max_steps=int(step_counts.max()),
+        num_examples=examples,
+        temperature=choice.temperature,
+        top_p=choice.top_p,
+        top_k=choice.top_k,
+        guidance=choice.guidance,
+        eos_policy=choice.eos_policy,
+        selector=selector.selection.name if isinstance(selector, Selector) else None,
+        denoiser=weights_hash(model.denoiser),
+        seed=seed,
+        device=device_name(next(model.parameters()).device),
+        selector_weights=weights_hash(selector) if isinstance(selector, nn.Module) else None,
+        examples=_examples_hash(task.examples(torch.arange(min(examples, PICTURED)), "test")),
+    )
+
+
+def _evaluate_chunk(
+    engine: Engine, task: Task, asked: Asked, ids: Tensor, device: torch.device, advance: Callable[[int], None]
+) -> Chunk:
+    """Generate for the test examples `ids`, which follow one another."""
+    started = time.perf_counter()
+    truth = task.examples(ids, asked.split)
+    canvas = torch.where(truth.response, engine.denoiser.mask_token_id, truth.tokens).to(device)
+    out = engine.generate(canvas, seed=asked.seed, ids=ids, attention=truth.attention.to(device), on_finished=advance)
+    tokens = out.tokens.cpu()
+    valid = task.valid(tokens, truth)
+    return Chunk(
+        asked=asked,
+        first=int(ids[0]),
+        valid="".join("1" if right else "0" for right in valid.tolist()),
+        steps=out.num_steps.tolist(),
+        answers=sequence_codes(tokens[valid]).tolist() if task.unconditional else None,
+        reveal_step=out.reveal_step[: max(0, PICTURED - int(ids[0]))].tolist(),
+        num_forwards=out.num_forwards,
+        num_passes=int(out.num_passes.sum()),
+        nothing_selected=int(out.nothing_selected.sum()),
+        num_revisions=int(out.revisions.sum()),
+        num_positions=int(truth.response.sum()),
+        seconds=round(time.perf_counter() - started, 6),
+        revision=revision(),
+    )
+
+
+def _record(asked: Asked, chunks: list[Chunk], task: Task) -> Record:
+    """What the chunks of a whole evaluation come to."""
+    verdicts, examples = verdicts_in(chunks), asked.num_examples
+    num_valid, num_steps = int(verdicts.valid.sum()), int(verdicts.steps.sum())
+    low, high = wilson_interval(num_valid, examples)
+    revisions = sum(chunk.num_revisions or 0 for chunk in chunks)
+    distinct = distinct_low = distinct_high = None
+    if task.unconditional:
+        distinct = len({answer for chunk in chunks for answer in chunk.answers or []})
+        distinct_low, distinct_high = distinct_range(task, num_valid) if num_valid else (0, 0)
+    return Record(
+        **{name: getattr(asked, name) for name in IDENTITY},
+        mean_steps=round(num_steps / examples, 4),
+        min_steps=int(verdicts.steps.min()),
+        max_steps=int(verdicts.steps.max()),
         score=num_valid / examples,
         ci_low=round(low, 6),
         ci_high=round(high, 6),
-        num_examples=examples,
-        num_forwards=forwards,
-        temperature=temperature,
-        eos_policy="none",
-        selector=policy.network.selection.name if isinstance(policy, Learned) else None,
-        denoiser=weights_hash(model.denoiser),
-        seconds=round(seconds, 3),
-        seed=seed,
-        device=device_name(device),
-        revision=revision(),
-        nothing_selected=round(nothing / forwards, 6) if learned else None,
+        num_forwards=sum(chunk.num_forwards for chunk in chunks),
+        seconds=round(sum(chunk.seconds for chunk in chunks), 3),
+        device=asked.device,
+        revision=chunks[-1].revision,
+        nothing_selected=(
+            round(sum(chunk.nothing_selected for chunk in chunks) / num_steps, 6) if asked.selector else None
+        ),
         distinct=distinct,
         distinct_low=distinct_low,
         distinct_high=distinct_high,
+        mean_passes=round(sum(chunk.num_passes for chunk in chunks) / examples, 4),
+        mean_revisions=round(revisions / sum(chunk.num_positions for chunk in chunks), 6) if revisions else None,
     )
-    pictured = torch.cat(reveals)[:PICTURED].tolist()
-    return record, Order(task.name, policy.name, budget, pictured, [list(group) for group in task.layout])
 
 
 @dataclass(frozen=True)
@@ -201,6 +286,7 @@ def evaluate_bound(
         raise ValueError("this run has no learned order, so it has no order bound: train one with an [order] section")
     if examples < 2:
         raise ValueError(f"a bound with its standard error needs at least 2 examples, got {examples}")
+    _check_examples(task, examples)
     budget = model.selector.budgets[0]
     device = next(model.parameters()).device
     objective = OrderObjective(model, budget, trajectories, NoBaseline(), seed)
@@ -255,12 +341,19 @@ def _mean_and_error(values: Tensor) -> tuple[float, float]:
     return float(values.mean()), float(values.std() / math.sqrt(len(values)))
 
 
-def weights_hash(denoiser: Denoiser) -> str:
-    """Twelve hex digits of the SHA-256 of a denoiser's weights: two records with the same one ran the same weights."""
+def weights_hash(network: nn.Module) -> str:
+    """Twelve hex digits of the SHA-256 of a network's weights: two records with the same one ran the same weights."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(denoiser.state_dict().items()):
+    for name, tensor in sorted(network.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().float().numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def _examples_hash(examples: Examples) -> str:
+    digest = hashlib.sha256()
+    for tensor in (examples.tokens, examples.response, examples.attention):
+        digest.update(tensor.long().contiguous().numpy().tobytes())
     return digest.hexdigest()[:12]
 
 
@@ -268,6 +361,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+@functools.cache
 def revision() -> str:
     """The version of unmask, and the commit where it runs from a checkout."""
     root = Path(__file__).parents[2]

@@ -1,25 +1,35 @@
-"""Records -> a table, two plots, one self-contained HTML page."""
+"""Records -> tables, plots, one self-contained HTML page."""
 
 from __future__ import annotations
 
+import hashlib
 import html
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich import box
 from rich.table import Table
 
+from unmask.comparison import Comparison, Result, area, curves
 from unmask.evaluation import BoundReport, Order, Record
+from unmask.jsonl import ResultsError, read_jsonl
+from unmask.verdicts import IDENTITY
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LEARNED_COLOUR, COLOURS = "#c2410c", {"iid": "#64748b", "top-prob": "#2563eb", "margin": "#059669"}
+LEARNED_COLOURS = ("#c2410c", "#f97316", "#dc2626", "#7c2d12", "#fb923c")  # one a run; no other rule has them
+LEARNED_COLOUR = LEARNED_COLOURS[0]
+COLOURS = {"iid": "#64748b", "top-prob": "#2563eb", "margin": "#059669"}
+MORE_COLOURS = (
+    *("#7c3aed", "#db2777", "#0891b2", "#84cc16", "#a16207", "#1e3a8a", "#f472b6", "#14b8a6"),
+    *("#4d7c0f", "#c084fc", "#0f172a", "#eab308", "#38bdf8", "#9f1239", "#a8a29e"),
+)
 LINES = {"top-prob": "--"}  # where it coincides with margin, both stay visible
+MARKERS = "osD^vPXhp<>"  # of the runs that share a plot
 LEGEND = (
     "steps: mean over the sequences, and their range. valid: with its 95% interval. distinct: different valid samples, "
     "beside the 99% range of that number for as many samples of the true distribution; (!) marks one outside. passes: "
@@ -27,27 +37,12 @@ LEGEND = (
 )
 
 
-class ResultsError(ValueError):
-    """A results file that cannot be read; the message says which line."""
-
-
-def append_jsonl(path: Path, items: Sequence[Record | Order]) -> None:
-    with path.open("a") as file:
-        for item in items:
-            file.write(json.dumps(asdict(item)) + "\n")
-
-
-# What an evaluation was asked to do, as against what came out of it.
-_ASKED = (
-    *("task", "split", "model", "policy", "trained_budget", "budget", "num_examples"),
-    *("temperature", "eos_policy", "selector", "denoiser", "seed"),
-)
-
-
 def read_records(path: Path) -> list[Record]:
     """The records of a results.jsonl; where the same evaluation was run again, the last one stands."""
-    records = [Record(**values) for values in _read_jsonl(path, Record)]
-    return list({tuple(getattr(record, field) for field in _ASKED): record for record in records}.values())
+    if not path.exists():
+        raise ResultsError(f"{path} is missing: run `unmask evaluate {path.parent}` first")
+    records = [Record(**values) for values in read_jsonl(path, Record)]
+    return list({tuple(getattr(record, name) for name in IDENTITY): record for record in records}.values())
 
 
 def read_bound(path: Path) -> BoundReport | None:
@@ -61,40 +56,39 @@ def read_bound(path: Path) -> BoundReport | None:
 
 
 def read_orders(path: Path) -> list[Order]:
-    return [Order(**values) for values in _read_jsonl(path, Order)] if path.exists() else []
-
-
-def _read_jsonl(path: Path, kind: type[Any]) -> list[dict[str, Any]]:
-    if not path.exists():
-        raise ResultsError(f"{path} is missing: run `unmask evaluate {path.parent}` first")
-    expected = {field.name for field in fields(kind)}
-    rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            raise ResultsError(f"{path}, line {number}: not a JSON object; take the line out") from None
-        if not isinstance(row, dict) or set(row) != expected:
-            odd = ", ".join(sorted(expected ^ set(row))) if isinstance(row, dict) else "not an object"
-            raise ResultsError(
-                f"{path}, line {number}: other fields than this version writes ({odd}); "
-                "move the file away and evaluate again"
-            )
-        rows.append(row)
-    return rows
+    return [Order(**values) for values in read_jsonl(path, Order)] if path.exists() else []
 
 
 HEADINGS = ["policy", "steps", "range", "valid", "95%", "distinct", "true 99%", "passes", "denoiser"]
 
 
+# What may differ between the records of one table, and what it is called.
+TOLD_APART = {
+    "temperature": "temperature",
+    "top_p": "top-p",
+    "top_k": "top-k",
+    "guidance": "guidance",
+    "eos_policy": "EOS",
+    "seed": "seed",
+    "num_examples": "examples",
+}
+
+
 def name_of(record: Record, among: Sequence[Record]) -> str:
     """The rule, and whatever else tells the record apart from the others of its table."""
     told_apart = [
-        f"{what} {getattr(record, field):g}"
-        for field, what in (("temperature", "temperature"), ("seed", "seed"), ("num_examples", "examples"))
+        f"{what} {value if isinstance(value, str) else f'{value:g}'}"
+        for field, what in TOLD_APART.items()
         if len({getattr(other, field) for other in among}) > 1
+        for value in [getattr(record, field)]
     ]
     return ", ".join([record.policy, *told_apart])
+
+
+def row_name(record: Record, among: Sequence[Record]) -> str:
+    """The name with the budget."""
+    name = name_of(record, among)
+    return f"{name} @ {record.budget}" if record.trained_budget is None else f"{name}, T = {record.trained_budget}"
 
 
 def columns(record: Record, among: Sequence[Record]) -> list[str]:
@@ -103,9 +97,8 @@ def columns(record: Record, among: Sequence[Record]) -> list[str]:
     if record.distinct is not None:
         distinct = f"{record.distinct}" + ("" if record.diverse else " (!)")
         true_range = f"{record.distinct_low}–{record.distinct_high}"
-    learned, name = record.trained_budget is not None, name_of(record, among)
     return [
-        f"{name}, T = {record.trained_budget}" if learned else f"{name} @ {record.budget}",
+        row_name(record, among),
         f"{record.mean_steps:.2f}",
         f"{record.min_steps}–{record.max_steps}",
         f"{record.score:.3f}",
@@ -124,12 +117,118 @@ def ordered(records: Sequence[Record]) -> list[Record]:
 
 def table(records: Sequence[Record], title: str, caption: str) -> Table:
     """For the terminal, 80 columns wide: all but the denoiser's hash, of which the caption tells."""
-    shown = _table(title, f"{caption} {LEGEND}")
-    for heading in HEADINGS[:-1]:
-        shown.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
+    shown = _table(title, " ".join([caption, *notes(records), LEGEND]))
+    _add_columns(shown, HEADINGS[:-1])
     for record in ordered(records):
         style = f"bold {LEARNED_COLOUR}" if record.trained_budget is not None else ""
         shown.add_row(*columns(record, records)[:-1], style=style)
+    return shown
+
+
+def notes(records: Sequence[Record]) -> list[str]:
+    """A sentence for each rule that sometimes selects nothing, or takes back what it wrote."""
+    said = []
+    for record in ordered(records):
+        if record.selector == "bernoulli" and record.nothing_selected is not None:
+            said.append(
+                f"{row_name(record, records)} selected nothing in {100 * record.nothing_selected:.2f}% of its steps "
+                "and revealed the most probable position instead."
+            )
+        if record.mean_revisions is not None:
+            said.append(
+                f"{row_name(record, records)} re-masked a position {record.mean_revisions:.3f} times on average."
+            )
+    return said
+
+
+COMPARISON_LEGEND = (
+    "equal steps: the rule's score at the learned order's mean steps, interpolated linearly between its own nearest "
+    "numbers of steps. difference: learned less that, with a 95% interval from a paired bootstrap over examples. "
+    "floor, max: the rule's score at the learned order's mean steps rounded down, and at the most steps that it took."
+)
+
+
+def comparison_title(comparison: Comparison, among: Sequence[Record]) -> str:
+    learned = comparison.learned
+    return f"{row_name(learned, among)}: {learned.score:.3f} valid in {comparison.mean_steps:.2f} steps"
+
+
+def comparison_headings(comparison: Comparison) -> list[str]:
+    paper = [f"floor {comparison.floor}", f"max {comparison.learned.max_steps}"]
+    return ["against", "equal steps", "difference", "95%", *paper]
+
+
+def comparison_columns(comparison: Comparison) -> list[str]:
+    """What is shown of a comparison under its headings."""
+    middle = ["not comparable", "–", "–"]
+    if comparison.score is not None and comparison.difference is not None:
+        interval = "–"
+        if comparison.interval is not None:
+            low, high = comparison.interval
+            interval = f"{low:+.3f} to {high:+.3f}"
+        middle = [f"{comparison.score:.3f}", f"{comparison.difference:+.3f}", interval]
+    paper = [
+        "–" if record is None else f"{record.score:.3f}" for record in (comparison.at_floor, comparison.at_maximum)
+    ]
+    return [comparison.policy, *middle, *paper]
+
+
+def not_comparable(comparisons: Sequence[Comparison]) -> str:
+    """Why, and what to do about it: a sentence, empty where all are comparable."""
+    reasons = [f"{comparison.policy}: {comparison.missing}" for comparison in comparisons if comparison.missing]
+    return f"Not comparable: {'; '.join(reasons)}." if reasons else ""
+
+
+def by_learned(comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
+    """The comparisons of each learned order."""
+    found: dict[Record, list[Comparison]] = {}
+    for comparison in comparisons:
+        found.setdefault(comparison.learned, []).append(comparison)
+    return list(found.values())
+
+
+def comparison_table(comparisons: Sequence[Comparison], among: Sequence[Record]) -> Table:
+    """One learned order against each heuristic, for the terminal."""
+    caption = " ".join([not_comparable(comparisons), COMPARISON_LEGEND]).strip()
+    shown = _table(comparison_title(comparisons[0], among), caption)
+    _add_columns(shown, comparison_headings(comparisons[0]))
+    for comparison in comparisons:
+        shown.add_row(*comparison_columns(comparison))
+    return shown
+
+
+def _add_columns(shown: Table, headings: Sequence[str]) -> None:
+    """Names to the left, which may take several lines; numbers to the right, which may not."""
+    for heading in headings:
+        if heading == headings[0]:
+            shown.add_column(heading, overflow="fold")
+        else:
+            shown.add_column(heading, justify="right", no_wrap=True)
+
+
+AREA_HEADINGS = ["rule", "mean score", "over steps"]
+AREA_LEGEND = (
+    "mean score: the area under score against mean steps, divided by the width of the range. Two rules can be compared "
+    "by it only where their ranges are the same."
+)
+
+
+def area_rows(records: Sequence[Record]) -> list[list[str]]:
+    """Under AREA_HEADINGS, rules with the same range side by side."""
+    rows = []
+    for curve in curves(Result(record, None) for record in ordered(records)):
+        found = area(curve)
+        if found is not None:
+            name = name_of(curve[0].record, records)
+            rows.append((found.low, found.high, [name, f"{found.score:.3f}", f"{found.low:.2f}–{found.high:.2f}"]))
+    return [row for _, _, row in sorted(rows, key=lambda item: item[:2])]
+
+
+def area_table(rows: Sequence[list[str]]) -> Table:
+    shown = _table("area under score against steps", AREA_LEGEND)
+    _add_columns(shown, AREA_HEADINGS)
+    for row in rows:
+        shown.add_row(*row)
     return shown
 
 
@@ -172,32 +271,95 @@ def bound_table(bound: BoundReport, task: str) -> Table:
     return shown
 
 
+def colours_of(policies: Sequence[str]) -> dict[str, str]:
+    """A colour for each rule, the same in every plot unless two of this plot would have the same."""
+    found = {policy: COLOURS[policy] for policy in policies if policy in COLOURS}
+    for policy in sorted(set(policies) - set(found)):
+        start = int(hashlib.sha256(policy.encode()).hexdigest(), 16)
+        turns = [MORE_COLOURS[(start + i) % len(MORE_COLOURS)] for i in range(len(MORE_COLOURS))]
+        found[policy] = next((colour for colour in turns if colour not in found.values()), turns[0])
+    return found
+
+
+class Line(NamedTuple):
+    """What a plot shows of one rule."""
+
+    label: str
+    records: Sequence[Record]
+    marker: str = "o"
+
+
 def score_plot(records: Sequence[Record]) -> Figure:
     """Score against mean steps, with 95% intervals."""
-    figure, axes = _figure(7.2, 3.6)
-    for name in sorted({name_of(record, records) for record in records}):
-        own = sorted((r for r in records if name_of(r, records) == name), key=lambda r: r.mean_steps)
+    names = sorted({name_of(record, records) for record in records})
+    return _plot([Line(name, [r for r in records if name_of(r, records) == name]) for name in names])
+
+
+def shared_plot(runs: Sequence[tuple[str, Sequence[Record]]]) -> Figure:
+    """The same of several runs of one task, given with their names; a marker a run.
+
+    A heuristic that ran on the same denoiser in several runs is one line, with all their names.
+    """
+    everything = [record for _, records in runs for record in records]
+    lines: dict[tuple[str, ...], tuple[list[str], str, list[Record]]] = {}
+    for (run, records), marker in zip(runs, _repeated(MARKERS, len(runs)), strict=True):
+        for record in records:
+            name = name_of(record, everything)
+            own = run if record.trained_budget is not None else ""
+            names, _, found = lines.setdefault((name, record.denoiser, own), ([], marker, []))
+            if run not in names:
+                names.append(run)
+            if record not in found:
+                found.append(record)
+    by_rule = sorted(lines.items(), key=lambda item: item[0][0])
+    return _plot([Line(", ".join([*names, rule]), records, marker) for (rule, *_), (names, marker, records) in by_rule])
+
+
+def _repeated(items: Sequence[str], count: int) -> list[str]:
+    return [items[i % len(items)] for i in range(count)]
+
+
+def _plot(lines: Sequence[Line]) -> Figure:
+    longest = max(len(line.label) for line in lines)  # the legend stands beside the plot
+    figure, panels = _figure(max(7.2, 5.5 + 0.085 * longest), max(3.6, 0.8 + 0.19 * len(lines)))
+    axes = panels[0, 0]
+    colours = colours_of([line.records[0].policy for line in lines if line.records[0].trained_budget is None])
+    shades = iter(_repeated(LEARNED_COLOURS, len(lines)))
+    for line in sorted(lines, key=lambda line: line.records[0].trained_budget is None):  # learned orders first
+        own = sorted(line.records, key=lambda r: r.mean_steps)
         steps, scores = [r.mean_steps for r in own], [r.score for r in own]
         errors = [[max(0.0, r.score - r.ci_low) for r in own], [max(0.0, r.ci_high - r.score) for r in own]]
         learned = own[0].trained_budget is not None
+        colour = next(shades) if learned else colours[own[0].policy]
         axes.errorbar(
             steps,
             scores,
             yerr=errors,
-            label=name,
-            color=LEARNED_COLOUR if learned else COLOURS.get(own[0].policy, "#7c3aed"),
-            marker="*" if learned else "o",
+            label=f" {line.label}" if line.label.startswith("_") else line.label,  # else matplotlib hides it
+            color=colour,
+            marker="*" if learned else line.marker,
             markersize=14 if learned else 5,
             linestyle="none" if learned else LINES.get(own[0].policy, "-"),
             capsize=3,
             zorder=3 if learned else 2,
         )
+        for record in own if learned else []:
+            axes.annotate(
+                f"T = {record.trained_budget}",
+                (record.mean_steps, record.score),
+                xytext=(7, -11),
+                textcoords="offset points",
+                fontsize=8,
+                color=colour,
+            )
     axes.set_xlabel("mean steps (denoiser passes a sequence)")
     axes.set_ylabel("valid")
     axes.set_ylim(-0.03, 1.03)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    legend = axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8.5)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # names of runs may hold a dollar sign
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -207,12 +369,16 @@ def order_picture(orders: Sequence[Order]) -> Figure:
     import matplotlib as mpl
     from matplotlib.colors import BoundaryNorm
 
-    figure, panels = _figure(2.6 * len(orders) + 0.9, 3.1, columns=len(orders))
+    columns = min(len(orders), 4)
+    rows = -(-len(orders) // columns)
+    figure, panels = _figure(2.6 * columns + 0.9, 3.1 * rows, rows, columns)
     budget = max(order.budget for order in orders)
     shades = max(256, budget)  # BoundaryNorm wants one for every step
     scale = BoundaryNorm([step - 0.5 for step in range(budget + 1)], shades)
     colours = mpl.colormaps["viridis_r"].resampled(shades).with_extremes(bad="#e5e7eb")
-    for axes, order in zip(panels if len(orders) > 1 else [panels], orders, strict=True):
+    for axes in panels.flat[len(orders) :]:
+        axes.set_axis_off()
+    for axes, order in zip(panels.flat[: len(orders)], orders, strict=True):
         arranged = [position for group in order.layout for position in group]
         pixels = [[float("nan") if row[n] < 0 else row[n] for n in arranged] for row in order.reveal_step]
         image = axes.imshow(pixels, aspect="auto", cmap=colours, norm=scale, interpolation="nearest")
@@ -224,20 +390,21 @@ def order_picture(orders: Sequence[Order]) -> Figure:
         axes.set_xticks([])
         axes.set_yticks([])
         axes.set_xlabel("position" if len(order.layout) == 1 else "positions, grouped", fontsize=9)
-    (panels[0] if len(orders) > 1 else panels).set_ylabel("sequences", fontsize=9)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("sequences", fontsize=9)
     ticks = range(budget) if budget <= 10 else None
     figure.colorbar(image, ax=panels, label="revealed at step", ticks=ticks, fraction=0.05, pad=0.02)
     return figure
 
 
-def _figure(width: float, height: float, columns: int = 1) -> tuple[Figure, Any]:
-    """A figure without pyplot: no window system, no global state."""
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
+    """A figure and its panels [rows, columns], without pyplot: no window system, no global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns)
+    return figure, figure.subplots(rows, columns, squeeze=False)
 
 
 class Section(NamedTuple):
@@ -248,6 +415,9 @@ class Section(NamedTuple):
     records: list[Record]
     orders: list[Order]
     bound: BoundReport | None = None
+    comparisons: Sequence[Comparison] = ()
+    run: str = ""  # the run's name
+    task: str = ""  # what tells its task apart from others of the same name
 
 
 def write_html(path: Path, sections: Sequence[Section]) -> None:
@@ -255,7 +425,26 @@ def write_html(path: Path, sections: Sequence[Section]) -> None:
     if path.exists() and not path.read_text(errors="replace").startswith(_PAGE[: _PAGE.index("<style>")]):
         raise ResultsError(f"{path} exists and is no report of unmask: give another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_PAGE.replace("{body}", "".join(_section(section) for section in sections)))
+    body = "".join([*map(_shared, together(sections)), *map(_section, sections)])
+    path.write_text(_PAGE.replace("{body}", body))
+
+
+def together(sections: Sequence[Section]) -> list[list[Section]]:
+    """The runs that share a task with another, by task."""
+    found: dict[str, list[Section]] = {}
+    for section in sections:
+        if section.task:
+            found.setdefault(section.task, []).append(section)
+    return [group for group in found.values() if len(group) > 1]
+
+
+def _shared(sections: Sequence[Section]) -> str:
+    plot = _picture(
+        shared_plot([(section.run, ordered(section.records)) for section in sections]),
+        "Score against steps in all of these runs, with 95% intervals; which denoiser each rule ran on is said below.",
+    )
+    title = f"{sections[0].records[0].task}: {', '.join(section.run for section in sections)}"
+    return f"<section><h2>{html.escape(title)}</h2>{plot}</section>"
 
 
 def _section(section: Section) -> str:
@@ -267,27 +456,35 @@ def _section(section: Section) -> str:
             "Which position is revealed when: a row is a sequence, a column a position, positions that belong together "
             "side by side.",
         )
-    tables = _html_table(
-        HEADINGS,
-        [columns(record, records) for record in records],
-        [record.trained_budget is not None for record in records],
-    )
+    marked = [record.trained_budget is not None for record in records]
+    tables = _html_table(HEADINGS, [columns(record, records) for record in records], marked)
+    tables += _legend(" ".join([*notes(records), LEGEND]))
+    for comparisons in by_learned(section.comparisons):
+        tables += f"<h3>{html.escape(comparison_title(comparisons[0], records))}</h3>"
+        rows = [comparison_columns(comparison) for comparison in comparisons]
+        tables += _html_table(comparison_headings(comparisons[0]), rows)
+        tables += _legend(f"{not_comparable(comparisons)} {COMPARISON_LEGEND}".strip())
+    if rows := area_rows(records):
+        tables += _html_table(AREA_HEADINGS, rows) + _legend(AREA_LEGEND)
     if section.bound is not None:
-        rows = [list(row) for row in bound_rows(section.bound)]
-        tables += _html_table(BOUND_HEADINGS, rows, [row is rows[0] for row in rows])
+        bounds = [list(row) for row in bound_rows(section.bound)]
+        tables += _html_table(BOUND_HEADINGS, bounds, [row is bounds[0] for row in bounds])
     title, caption = html.escape(section.title), html.escape(section.caption)
-    legend = f"<p class=legend>{html.escape(LEGEND)}</p>"
-    return f"<section><h2>{title}</h2><p>{caption}</p>{pictures}{tables}{legend}</section>"
+    return f"<section><h2>{title}</h2><p>{caption}</p>{pictures}{tables}</section>"
+
+
+def _legend(text: str) -> str:
+    return f"<p class=legend>{html.escape(text)}</p>"
 
 
 def _picture(figure: Figure, caption: str) -> str:
     return f"<figure>{_svg(figure)}<figcaption>{html.escape(caption)}</figcaption></figure>"
 
 
-def _html_table(headings: list[str], rows: list[list[str]], learned: list[bool]) -> str:
+def _html_table(headings: list[str], rows: list[list[str]], learned: Sequence[bool] = ()) -> str:
     heads = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
     body = ""
-    for row, marked in zip(rows, learned, strict=True):
+    for row, marked in zip(rows, learned or [False] * len(rows), strict=True):
         cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
         body += f"<tr{' class=learned' if marked else ''}>{cells}</tr>"
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
@@ -315,7 +512,7 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.4rem } h2 { font-size: 1.15rem; margin-top: 2.5rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1.15rem; margin-top: 2.5rem } h3 { font-size: 1rem; margin: 1.5rem 0 0 }
 figure { margin: 1rem 0 } figure svg { max-width: 100%; height: auto } figcaption { color: #6b7280; font-size: .85rem }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; font-size: .9rem }
 th, td { text-align: right; padding: .25rem .7rem; border-bottom: 1px solid #e5e7eb }

@@ -220,11 +220,21 @@ def test_a_selector_s_logits_that_are_not_finite_name_the_sequence_and_the_step(
     assert str(caught.value) == f"the selector's logits are not finite for sequence 2 at step {step}"
 
 
-def test_at_the_last_step_nobody_asks_the_selector():
-    class BreaksAtTheEnd(BrokenSelector):
-        def when(self, t):
-            return t == 0
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_at_the_last_step_nobody_asks_the_selector(batch_size, compile, monkeypatch):
+    """Not even where another row of the batch, which has begun later, is still to be asked about."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
-    policy = Learned(BreaksAtTheEnd(NONEMPTY.selector), cap=1)
-    out = generate(Flags(DENOISER), NINE, policy, 3)
-    assert out.num_steps.tolist() == [3, 3, 3]
+    class BreaksAt(BrokenSelector):
+        def when(self, t):
+            return t == broken_at
+
+    prompts = torch.tensor([[9, 1, 1, MASK], [9, MASK, MASK, MASK], [9, MASK, MASK, MASK], [9, MASK, MASK, MASK]])
+    options = {"batch_size": batch_size, "compile": compile}
+    policy = Learned(BreaksAt(NONEMPTY.selector), cap=1)  # one a step: after the first, fewer than three are left
+    broken_at = 0
+    assert generate(Flags(DENOISER), prompts, policy, 3, **options).num_steps.tolist() == [1, 3, 3, 3]
+    broken_at = 1
+    refused("the selector's logits are not finite for sequence 1 at step 1", prompts, policy, 3,
+            denoiser=Flags(DENOISER), **options)  # fmt: skip

@@ -240,11 +240,10 @@ def test_blocks_need_a_step_each():
     assert generate(denoiser, prompts[:1], Blocks(4, TopProbability()), 2).num_steps.tolist() == [2]
 
 
-def test_a_response_shorter_than_a_block_is_one_short_block():
-    """b = ceil(N / B) = 1, and the last block may be shorter: the rule alone, with all S steps."""
+def test_a_block_larger_than_a_response_is_refused():
     denoiser, prompts = counting_denoiser(6), torch.full((1, 6), 4)
-    whole, inside = (generate(denoiser, prompts, rule, 4) for rule in (TopProbability(), Blocks(32, TopProbability())))
-    assert inside.reveal_step.tolist() == whole.reveal_step.tolist()
+    with pytest.raises(ValueError, match="blocks of 32 are larger than a response of 6 tokens"):
+        generate(denoiser, prompts, Blocks(32, TopProbability()), 4)
 
 
 @pytest.mark.parametrize("inner", [IID(), Stochastic(Entropy(), 0.3)], ids=str)

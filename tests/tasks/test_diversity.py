@@ -7,10 +7,15 @@ import torch
 
 from unmask.tasks.addition import Addition
 from unmask.tasks.chain import Chain
-from unmask.tasks.diversity import distinct_range, num_distinct
+from unmask.tasks.diversity import distinct_range, sequence_codes
 from unmask.tasks.groups import Groups
 from unmask.tasks.latin_square import LatinSquare
 from unmask.tasks.permutation import Permutation
+
+
+def num_distinct(tokens):
+    """The number of different rows."""
+    return len(sequence_codes(tokens).unique())
 
 
 @pytest.mark.parametrize(

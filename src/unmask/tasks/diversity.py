@@ -12,11 +12,6 @@ _CHUNK = 2**16  # examples made at a time, to bound memory
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio, odd, as int64
 
 
-def num_distinct(tokens: Tensor) -> int:
-    """The number of different rows of `tokens` [M, L]."""
-    return int(_codes(tokens).unique().numel())
-
-
 def distinct_range(task: Task, num_samples: int, draws: int = 400, level: float = 0.99) -> tuple[int, int]:
     """The central range, both ends included, of the number of distinct sequences among true samples.
 
@@ -26,7 +21,7 @@ def distinct_range(task: Task, num_samples: int, draws: int = 400, level: float 
     if not task.unconditional:
         raise ValueError(f"task {task.name}: distinct sequences are counted only where examples have no prompt")
     ids = _FIRST_ID + torch.arange(draws * num_samples)
-    codes = torch.cat([_codes(task.examples(chunk, "test").tokens) for chunk in ids.split(_CHUNK)])
+    codes = torch.cat([sequence_codes(task.examples(chunk, "test").tokens) for chunk in ids.split(_CHUNK)])
     ordered = codes.view(draws, num_samples).sort(dim=-1).values
     counts = 1 + (ordered.diff(dim=-1) != 0).sum(-1)  # [draws]
     low = counts.double().quantile((1 - level) / 2, interpolation="lower")
@@ -34,7 +29,7 @@ def distinct_range(task: Task, num_samples: int, draws: int = 400, level: float 
     return int(low), int(high)
 
 
-def _codes(tokens: Tensor) -> Tensor:
+def sequence_codes(tokens: Tensor) -> Tensor:
     """[M]: one int64 for each sequence of [M, L], sum_n x_n * GOLDEN^n modulo 2^64.
 
     Two different sequences share a code with probability about 2^-64.  The base is odd and large: powers of a

@@ -15,7 +15,14 @@ looks at another row.  The last step reveals all that is left, and the generatio
 
 from unmask.decoding.policies.adaptive import EntropyBounded, Factor, KLStable, Threshold
 from unmask.decoding.policies.names import RULES, check_policy, parse_policy
-from unmask.decoding.policies.network import Learned, OneAtATime, RewardTrained, ScoringNetwork, SelectorNetwork
+from unmask.decoding.policies.network import (
+    Learned,
+    NetworkPolicy,
+    OneAtATime,
+    RewardTrained,
+    ScoringNetwork,
+    SelectorNetwork,
+)
 from unmask.decoding.policies.ranked import Entropy, LeftToRight, Margin, Ranked, Stochastic, TopProbability
 from unmask.decoding.policies.remasking import P2, RDM, ReMDMCap, ReMDMConf, ReMDMRescale
 from unmask.decoding.policies.rule import Decision, Policy, Step
@@ -36,6 +43,7 @@ __all__ = [
     "Learned",
     "LeftToRight",
     "Margin",
+    "NetworkPolicy",
     "OneAtATime",
     "Policy",
     "Ranked",

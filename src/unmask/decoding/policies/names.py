@@ -7,7 +7,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from unmask.decoding.policies.adaptive import EntropyBounded, Factor, KLStable, Threshold
-from unmask.decoding.policies.network import Learned, OneAtATime, RewardTrained, SelectorNetwork
+from unmask.decoding.policies.network import Learned, NetworkPolicy, OneAtATime, RewardTrained, SelectorNetwork
 from unmask.decoding.policies.ranked import Entropy, LeftToRight, Margin, Stochastic, TopProbability
 from unmask.decoding.policies.remasking import P2, RDM, ReMDMCap, ReMDMConf, ReMDMRescale
 from unmask.decoding.policies.rule import Policy, default, written
@@ -36,7 +36,7 @@ def parse_policy(text: str, network: SelectorNetwork | None = None) -> Policy:
     rule = RULES[short]
     arguments = [single] if single is not None else _split(several, text) if several and several.strip() else []
     values: dict[str, Any] = {}
-    if _needs_network(rule):
+    if issubclass(rule, NetworkPolicy):
         if network is None:
             raise ValueError(f"{short} needs a learned order, and there is none: train one with an [order] section")
         values["network"] = network
@@ -82,10 +82,6 @@ def usage(rule: type[Policy]) -> str:
 def summary(rule: type[Policy]) -> str:
     """The first sentence or two of its docstring: one line."""
     return " ".join((rule.__doc__ or "").split("\n\n")[0].split())
-
-
-def _needs_network(rule: type[Policy]) -> bool:
-    return any(field.name == "network" for field in fields(rule))  # type: ignore[arg-type]
 
 
 def _split(arguments: str, text: str) -> list[str]:

@@ -31,7 +31,9 @@ class SelectorNetwork(ScoringNetwork, Protocol):
     selection: Selection  # its form: `bernoulli` or `nonempty`
 
 
-class _Scored(Policy):
+class NetworkPolicy(Policy):
+    """What the rules that a network decides have in common."""
+
     network: ScoringNetwork
 
     @property
@@ -51,7 +53,7 @@ class _Scored(Policy):
 
 
 @dataclass(frozen=True)
-class Learned(_Scored):
+class Learned(NetworkPolicy):
     """r ~ P_psi(r_t | x_{t+1}) with t = S - 1 - i, where S is a budget that the selector was trained for (ours).
 
     `nonempty`: drawn from the product conditioned on r != 0, exactly the model of the bound.
@@ -94,7 +96,7 @@ class Learned(_Scored):
 
 
 @dataclass(frozen=True)
-class OneAtATime(_Scored):
+class OneAtATime(NetworkPolicy):
     """One mask a step, from softmax(order logits over M) (LO-ARM, Wang et al. 2025)."""
 
     short = "lo-arm"
@@ -109,7 +111,7 @@ class OneAtATime(_Scored):
 
 
 @dataclass(frozen=True)
-class RewardTrained(_Scored):
+class RewardTrained(NetworkPolicy):
     """r_n ~ Bern(sigmoid(b_n / temperature)); none: the most probable, counted (Jazbec et al. 2025)."""
 
     short = "reward"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from unmask.decoding.policies.network import NetworkPolicy
 from unmask.decoding.policies.rule import Decision, Policy, Step, require
 
 
@@ -51,7 +52,7 @@ class Blocks(Policy):
     def __post_init__(self) -> None:
         require(self.size >= 1, f"blocks: the size must be at least 1, got {self.size}")
         require(isinstance(self.inner, Policy), f"blocks needs a rule such as margin, not {self.inner!r}")
-        inside = not (self.inner.remasks or isinstance(self.inner, Blocks) or hasattr(self.inner, "network"))
+        inside = not (self.inner.remasks or isinstance(self.inner, Blocks | NetworkPolicy))
         require(inside, f"blocks cannot hold {self.inner.name}: give a rule that never re-masks and needs no network")
 
     @property

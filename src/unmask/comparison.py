@@ -1,0 +1,203 @@
+"""A learned order against heuristics at equal steps, and the area under score against steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from unmask.evaluation import Record
+from unmask.verdicts import VerdictFile, Verdicts
+
+RESAMPLES = 10_000
+NEAR = 1e-9  # means of whole numbers that differ by less are the same
+# Records are compared only where all of this is the same.
+SAME = (
+    *("task", "split", "num_examples", "seed"),
+    *("temperature", "top_p", "top_k", "guidance", "eos_policy"),
+)
+
+
+class Result(NamedTuple):
+    """A record and, where they were kept, the verdicts that it sums up."""
+
+    record: Record
+    verdicts: Verdicts | None
+
+    @property
+    def mean_steps(self) -> float:
+        """Exactly where the verdicts are here; records round it to four digits."""
+        if self.verdicts is None:
+            return self.record.mean_steps
+        return int(self.verdicts.steps.sum()) / len(self.verdicts.steps)
+
+
+class Difference(NamedTuple):
+    """A mean with its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class AtEqualSteps:
+    """What a heuristic comes to at a given mean number of steps, or why that is not known."""
+
+    score: float | None
+    by_example: np.ndarray | None = None  # [E]; None also where verdicts were not kept
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A learned order against one heuristic."""
+
+    learned: Record
+    mean_steps: float  # of the learned order
+    policy: str
+    score: float | None  # the heuristic's at as many steps as the learned order takes on average
+    missing: str  # why there is no such score
+    difference: float | None  # the learned order's score less that
+    interval: tuple[float, float] | None  # 95%, by a paired bootstrap; None where verdicts were not kept
+    at_floor: Record | None  # the paper's way: the heuristic with a budget of floor(mean steps) ...
+    at_maximum: Record | None  # ... and with the most steps that the learned order took
+
+    @property
+    def floor(self) -> int:
+        return _floor(self.mean_steps)
+
+
+class Area(NamedTuple):
+    """The mean score of a rule over a range of mean steps."""
+
+    score: float
+    low: float
+    high: float
+
+
+def results(records: Iterable[Record], verdicts: VerdictFile) -> list[Result]:
+    return [Result(record, verdicts.of(record)) for record in records]
+
+
+def comparable(first: Record, second: Record) -> bool:
+    return all(getattr(first, name) == getattr(second, name) for name in SAME)
+
+
+def paired_difference(first: np.ndarray, second: np.ndarray, seed: int = 0) -> Difference:
+    """The mean of first - second, scores [E] of the same examples, with a 95% percentile bootstrap over examples.
+
+    A resample of E examples is a multinomial draw of how often each distinct difference occurs, and there are few.
+    """
+    if len(first) != len(second) or len(first) == 0:
+        raise ValueError(f"paired scores must be of the same examples, got {len(first)} and {len(second)}")
+    differences = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
+    values, counts = np.unique(differences, return_counts=True)
+    E = len(differences)
+    draws = np.random.default_rng(seed)
+    at_once = max(1, 2**22 // len(values))  # to bound memory, should the differences be many
+    means = np.concatenate(
+        [
+            draws.multinomial(E, counts / E, size=min(at_once, RESAMPLES - start)) @ values / E
+            for start in range(0, RESAMPLES, at_once)
+        ]
+    )
+    low, high = np.percentile(means, [2.5, 97.5])
+    return Difference(float(differences.mean()), float(low), float(high))
+
+
+def at_equal_steps(mean_steps: float, curve: Sequence[Result]) -> AtEqualSteps:
+    """The score of one heuristic at a mean number of steps m, interpolated between its own nearest points.
+
+    (1 - w) s_a + w s_b  with  w = (m - m_a) / (m_b - m_a),  m_a <= m <= m_b  and  m_b - m_a <= 1.
+
+    For rules that take as many steps as their budget, a and b are the floor and the ceiling of m.  Of points with the
+    same mean, the one with the smallest budget counts.
+    """
+    points = sorted(curve, key=lambda point: (point.mean_steps, point.record.budget))
+    below = max((p for p in points if p.mean_steps <= mean_steps + NEAR), key=lambda p: p.mean_steps, default=None)
+    above = min((p for p in points if p.mean_steps >= mean_steps - NEAR), key=lambda p: p.mean_steps, default=None)
+    if below is None or above is None or above.mean_steps - below.mean_steps > 1 + NEAR:
+        return AtEqualSteps(None, missing=_what_is_missing(mean_steps, points))
+    width = above.mean_steps - below.mean_steps
+    w = (mean_steps - below.mean_steps) / width if width > NEAR else 0.0
+    score = (1 - w) * below.record.score + w * above.record.score
+    if below.verdicts is None or above.verdicts is None:
+        return AtEqualSteps(score)
+    return AtEqualSteps(score, (1 - w) * below.verdicts.valid + w * above.verdicts.valid)
+
+
+def _floor(mean_steps: float) -> int:
+    return math.floor(mean_steps + NEAR)
+
+
+def _what_is_missing(mean_steps: float, points: Sequence[Result]) -> str:
+    floor = _floor(mean_steps)
+    most = max(points, key=lambda point: point.record.budget)
+    if most.mean_steps < mean_steps and most.record.budget > floor + 1:
+        return f"takes {most.mean_steps:.2f} steps at most"
+    # A rule that takes a little less than its budget (iid) may need one step more.
+    close = [p.record.budget for p in points if mean_steps - 1 <= p.mean_steps <= mean_steps + NEAR]
+    first = max([floor, *close])
+    return f"evaluate it at {first} and {first + 1} steps"
+
+
+def compare(evaluated: Sequence[Result]) -> list[Comparison]:
+    """Every learned order against every heuristic with which it can be compared."""
+    comparisons = []
+    for learned in evaluated:
+        if learned.record.trained_budget is None:
+            continue
+        rivals = [r for r in evaluated if r.record.trained_budget is None and comparable(r.record, learned.record)]
+        comparisons += [_against(learned, curve) for curve in curves(rivals)]
+    return comparisons
+
+
+def curves(evaluated: Iterable[Result]) -> list[list[Result]]:
+    """The results of each rule on each denoiser, told apart by whatever forbids a comparison."""
+    found: dict[tuple[object, ...], list[Result]] = {}
+    for result in evaluated:
+        record = result.record
+        key = (record.policy, record.denoiser, record.trained_budget is None, *(getattr(record, n) for n in SAME))
+        found.setdefault(key, []).append(result)
+    return list(found.values())
+
+
+def _against(learned: Result, curve: Sequence[Result]) -> Comparison:
+    mean_steps, score = learned.mean_steps, learned.record.score
+    equal = at_equal_steps(mean_steps, curve)
+    interval = None
+    if learned.verdicts is not None and equal.by_example is not None:
+        interval = paired_difference(learned.verdicts.valid, equal.by_example)[1:]
+    by_budget = {result.record.budget: result.record for result in curve}
+    return Comparison(
+        learned.record,
+        mean_steps,
+        curve[0].record.policy,
+        equal.score,
+        equal.missing,
+        None if equal.score is None else score - equal.score,
+        interval,
+        by_budget.get(_floor(mean_steps)),
+        by_budget.get(learned.record.max_steps),
+    )
+
+
+def area(curve: Iterable[Result]) -> Area | None:
+    """The area under a rule's score against mean steps, by trapezoids, over the width of its range: a mean score.
+
+    None with fewer than two different points; of points with the same mean, the one with the smallest budget counts.
+    """
+    points: dict[float, float] = {}
+    for result in sorted(curve, key=lambda result: result.record.budget):
+        points.setdefault(round(result.mean_steps, 9), result.record.score)
+    if len(points) < 2:
+        return None
+    along = sorted(points.items())
+    total = sum((right - left) * (a + b) / 2 for (left, a), (right, b) in pairwise(along))
+    low, high = along[0][0], along[-1][0]
+    return Area(total / (high - low), low, high)
