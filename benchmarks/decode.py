@@ -17,11 +17,11 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from unmask.models.networks import Denoiser, Selector, SelectorConfig
 ROOT = Path(__file__).parents[1]
 RECORDS, PAGE = ROOT / "results" / "decode", ROOT / "docs" / "benchmarks.md"
 SEED = 0
+RULES = ("top-prob", "iid", "learned")
 
 
 @dataclass(frozen=True)
@@ -55,19 +56,22 @@ class Case:
     dtype: torch.dtype
     device: str
     repeats: int
-    bars: dict[str, float]  # least ratio by policy, in compiled mode; eager must reach 1
+    bars: dict[str, float]  # least ratio by policy, on a GPU in compiled mode; eager must reach 1
+    step_bars: dict[str, float] = field(default_factory=dict)  # most compiled trunks a compiled step
 
 
 CASES = {
-    "cpu": Case(512, 8, 8, 1792, 32_000, 8, 64, 64, 16, torch.float32, "cpu", 3, dict.fromkeys(
-        ("top-prob", "iid", "learned"), 1.25)),
-    "h200-85m": Case(768, 12, 12, 2048, 32_000, 64, 256, 256, 16, torch.bfloat16, "cuda", 7, {
-        "top-prob": 1.5, "iid": 1.5, "learned": 1.3}),
-    "h200-one": Case(768, 12, 12, 2048, 32_000, 1, 256, 256, 16, torch.bfloat16, "cuda", 15, dict.fromkeys(
-        ("top-prob", "iid", "learned"), 3.0)),
-    "h200-wide": Case(4096, 2, 32, 11_008, 126_464, 16, 256, 256, 16, torch.bfloat16, "cuda", 7, dict.fromkeys(
-        ("top-prob", "iid", "learned"), 1.6)),
-}  # fmt: skip
+    "cpu": Case(512, 8, 8, 1792, 32_000, 8, 64, 64, 16, torch.float32, "cpu", 2, dict.fromkeys(RULES, 1.25)),
+    "h200-85m": Case(
+        *(768, 12, 12, 2048, 32_000, 64, 256, 256, 16, torch.bfloat16, "cuda", 7),
+        bars={"top-prob": 1.5, "iid": 1.5, "learned": 1.3},
+        step_bars={"top-prob": 1.4, "iid": 1.4, "learned": 1.55},
+    ),
+    "h200-one": Case(768, 12, 12, 2048, 32_000, 1, 256, 256, 16, torch.bfloat16, "cuda", 25, dict.fromkeys(RULES, 3.0)),
+    "h200-wide": Case(
+        4096, 2, 32, 11_008, 126_464, 16, 256, 256, 16, torch.bfloat16, "cuda", 7, dict.fromkeys(RULES, 1.6)
+    ),
+}
 
 
 def build(case: Case, dtype: torch.dtype | None = None) -> tuple[Denoiser, Selector, Tensor]:
@@ -158,17 +162,101 @@ def reference(denoiser: Denoiser, policy: Policy, steps: int, prompts: Tensor, c
     return partial(plain_loop, run, prompts, policy, steps, denoiser.mask_token_id, draws_of(prompts, steps))
 
 
+# --- the same tokens? -------------------------------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """Where a sequence of the engine first parts from the reference, and how far apart the two scores were."""
+
+    policy: str
+    sequence: int
+    step: int
+    gap: float
+
+
+def differences(denoiser: Denoiser, policy: Policy, steps: int, prompts: Tensor, other: Any = None) -> list[Difference]:
+    """Every sequence in which the two differ.  The gap is that of the first step at which they do, where both still
+    see the same canvas: between the log p of two positions (top-prob), between a uniform and the probability that it is
+    compared with (learned), or between the log p of two tokens at a position that both reveal.
+
+    `other`: the denoiser that the engine runs on, where that is not the reference's.
+    """
+    canvases, said = [], []
+
+    def watch(step: int, x: Tensor, log_p: Tensor) -> None:
+        canvases.append(x.clone())
+        said.append(log_p)
+
+    expected = partial(reference(denoiser, policy, steps, prompts, compiled=False), watch=watch)()
+    out = Engine(other or denoiser, policy, steps).generate(prompts, seed=SEED)
+    mask, draws, found = denoiser.mask_token_id, draws_of(prompts, steps), []
+    for b in range(len(prompts)):
+        for i, (before, after) in enumerate(zip(canvases, [*canvases[1:], expected], strict=True)):
+            theirs, ours = (before[b] == mask) & (after[b] != mask), out.reveal_step[b] == i
+            moved, rewritten = theirs ^ ours, theirs & ours & (after[b] != out.tokens[b])
+            if not (moved | rewritten).any():
+                continue
+            log_p = said[i][b]
+            gaps = [float(log_p[n, after[b, n]] - log_p[n, out.tokens[b, n]]) for n in rewritten.nonzero()[:, 0]]
+            if moved.any() and isinstance(policy, Learned):
+                thresholds, uniforms = (
+                    thresholds_of(denoiser, policy, before[b : b + 1], said[i][b], i, steps),
+                    draws[i][b],
+                )
+                near = torch.minimum((thresholds[0] - uniforms[:-1]).abs(), (thresholds[1] - uniforms[-1]).abs())
+                gaps.append(float(near[moved].min()))
+            elif moved.any():
+                score = log_p.amax(-1)
+                gaps.append(float((score[moved & ours][:, None] - score[moved & theirs]).abs().max()))
+            found.append(Difference(policy.name, b, i, max(map(abs, gaps))))
+            break
+    return found
+
+
+@torch.no_grad()
+def thresholds_of(denoiser: Denoiser, policy: Learned, x: Tensor, log_p: Tensor, i: int, steps: int) -> Tensor:
+    """[2, L]: what the uniform of each position, and that of the sequence, are compared with in one row x [1, L]."""
+    p = log_p.exp()
+    top = p.topk(2, dim=-1).values
+    masked = x == denoiser.mask_token_id
+    said = torch.stack([top[..., 0], top[..., 0] - top[..., 1], -(p * log_p).sum(-1)], dim=-1)[None]
+    t = torch.full((1,), steps - 1 - i, device=x.device)
+    said = torch.where(masked[..., None], said, 0.0)
+    s = policy.network(denoiser.hidden(x), said, masked, t, torch.full_like(t, steps), None)[0].double()
+    reveal = torch.where(masked[0], s.sigmoid(), 0.0)
+    first = (reveal * (torch.cat([torch.ones_like(reveal[:1]), (1 - reveal).cumprod(-1)[:-1]]))).cumsum(-1)
+    return torch.stack([reveal, first / first[-1]])
+
+
+def check(device: str) -> None:
+    """Identical tokens in float64; in float32, differences that start where two scores all but tie."""
+    case = Case(128, 2, 2, 384, 1000, 64, 32, 64, 16, torch.float32, device, 1, {})
+    for dtype in (torch.float64, torch.float32):
+        denoiser, selector, prompts = build(case, dtype)
+        for policy in policies(selector):
+            found = differences(denoiser, policy, case.steps, prompts)
+            where = "; ".join(f"sequence {d.sequence}, step {d.step}, {d.gap:.1e} apart" for d in found)
+            print(
+                f"{device}, {dtype}, {policy.name}: {len(found)} of {case.batch} sequences differ. {where}", flush=True
+            )
+            if found and dtype == torch.float64:
+                raise SystemExit("the engine and the reference disagree in float64")
+            if any(not d.gap <= 1e-5 for d in found):
+                raise SystemExit("the engine and the reference disagree where no two scores are close")
+
+
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def seconds(run: Callable[[], Any]) -> float:
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds, and what came of it."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     started = time.perf_counter()
-    run()
+    result = run()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return time.perf_counter() - started, result
 
 
 def peak_bytes(run: Callable[[], Any], device: str) -> int | None:
@@ -186,14 +274,13 @@ def peak_bytes(run: Callable[[], Any], device: str) -> int | None:
 @torch.no_grad()
 def milliseconds(run: Callable[[], Any], repeats: int, calls: int = 20) -> float:
     """One call, as the median over `repeats` rounds of `calls`."""
-    for _ in range(3):
-        run()
+    run()
 
     def many() -> None:
         for _ in range(calls):
             run()
 
-    return 1000 * statistics.median(seconds(many) for _ in range(repeats)) / calls
+    return 1000 * statistics.median(timed(many)[0] for _ in range(repeats)) / calls
 
 
 def graphed(run: Callable[[], Any], device: str) -> Callable[[], Any]:
@@ -212,115 +299,167 @@ def graphed(run: Callable[[], Any], device: str) -> Callable[[], Any]:
     return graph.replay
 
 
-def measure(name: str, modes: list[str], only: list[str]) -> list[dict[str, Any]]:
-    """The rows of one case, each printed to stderr as soon as it is known."""
+def measure(name: str, modes: list[str], only: list[str]) -> Iterator[dict[str, Any]]:
+    """The rows of one case, each as soon as it is known."""
     case = CASES[name]
     denoiser, selector, prompts = build(case)
-    compiled_trunk = torch.compile(denoiser.hidden, dynamic=False)
-    compiled_selector = torch.compile(selector, dynamic=False)
-    calls = 20 if case.device == "cuda" else 1
     with torch.no_grad():
         states = denoiser.hidden(prompts)
     said = torch.rand(*prompts.shape, 3, device=case.device)
     t = torch.full((case.batch,), case.steps - 1, device=case.device)
-    masked, budget = prompts == denoiser.mask_token_id, torch.full_like(t, case.steps)
-    rows = []
+    arguments = states, said, prompts == denoiser.mask_token_id, t, torch.full_like(t, case.steps), None
     for mode in modes:
-        trunk, select = (compiled_trunk, compiled_selector) if mode == "compiled" else (denoiser.hidden, selector)
-
-        def trunk_pass(trunk: Any = trunk) -> Any:
-            return trunk(prompts, None)
-
-        def selector_pass(select: Any = select) -> Any:
-            return select(states, said, masked, t, budget, None)
-
-        if mode == "compiled":
-            trunk_ms = milliseconds(graphed(trunk_pass, case.device), case.repeats, calls)
-            selector_ms = milliseconds(graphed(selector_pass, case.device), case.repeats, calls)
-        else:
-            trunk_ms = milliseconds(trunk_pass, case.repeats, calls)
-            selector_ms = milliseconds(selector_pass, case.repeats, calls)
+        compiled = mode == "compiled"
+        wrap = partial(torch.compile, dynamic=False) if compiled else lambda module: module
+        trunk, select = partial(wrap(denoiser.hidden), prompts, None), partial(wrap(selector), *arguments)
+        if compiled:
+            trunk, select = graphed(trunk, case.device), graphed(select, case.device)
+        calls = 20 if case.device == "cuda" else 1
+        trunk_ms, selector_ms = (milliseconds(run, case.repeats, calls) for run in (trunk, select))
         for policy in policies(selector):
             if only and policy.name not in only:
                 continue
-            engine = Engine(denoiser, policy, case.steps, compile=mode == "compiled")
-            theirs = reference(denoiser, policy, case.steps, prompts, mode == "compiled")
-
-            def ours(engine: Engine = engine) -> Any:
-                return engine.generate(prompts, seed=SEED)
-
-            out, expected = ours(), theirs()  # compiled and warm
-            same = float((out.tokens == expected).double().mean())
+            engine = Engine(denoiser, policy, case.steps, compile=compiled)
+            ours = partial(engine.generate, prompts, seed=SEED)
+            theirs = reference(denoiser, policy, case.steps, prompts, compiled)
+            if compiled or case.device == "cuda":  # compile and warm up
+                ours(), theirs()
             memory, plain_memory = peak_bytes(ours, case.device), peak_bytes(theirs, case.device)
             times, plain_times = [], []
             for _ in range(case.repeats):
-                times.append(seconds(ours))
-                plain_times.append(seconds(theirs))
-            # Ratio of neighbours in time: the machine's load weighs on both alike.
-            ratio = statistics.median(theirs / ours for theirs, ours in zip(plain_times, times, strict=True))
+                seconds, out = timed(ours)
+                times.append(seconds)
+                seconds, expected = timed(theirs)
+                plain_times.append(seconds)
             steps = int(out.num_steps.max())
-            rows.append(
-                {
-                    "case": name,
-                    "policy": policy.name,
-                    "mode": mode,
-                    "ratio": round(ratio, 3),
-                    "step_ms": round(1000 * statistics.median(times) / steps, 3),
-                    "trunk_ms": round(trunk_ms, 3),
-                    "tokens_per_s": round(case.batch * case.response / statistics.median(times)),
-                    "peak_bytes": memory,
-                    "device": device_name(prompts.device),
-                    "reference_step_ms": round(1000 * statistics.median(plain_times) / steps, 3),
-                    "reference_peak_bytes": plain_memory,
-                    "selector_ms": round(selector_ms, 3),
-                    "steps": steps,
-                    "same_tokens": round(same, 6),
-                    "dtype": str(case.dtype).removeprefix("torch."),
-                    "torch": torch.__version__,
-                    "revision": revision(),
-                }
-            )
-            print(json.dumps(rows[-1]), flush=True) if ARGS.json else print(show(rows[-1]), flush=True)
-            del engine, ours, theirs
-    return rows
+            step_ms, plain_ms = (1000 * statistics.median(all_of) / steps for all_of in (times, plain_times))
+            yield {
+                "case": name,
+                "policy": policy.name,
+                "mode": mode,
+                # Of neighbours in time: the machine's load weighs on both alike.
+                "ratio": round(statistics.median(b / a for a, b in zip(times, plain_times, strict=True)), 3),
+                "step_ms": round(step_ms, 3),
+                "trunk_ms": round(trunk_ms, 3),
+                "tokens_per_s": round(case.batch * case.response / statistics.median(times)),
+                "peak_bytes": memory,
+                "device": device_name(prompts.device),
+                "reference_step_ms": round(plain_ms, 3),
+                "reference_peak_bytes": plain_memory,
+                "selector_ms": round(selector_ms, 3),
+                "steps": steps,
+                "same_tokens": round(float((out.tokens == expected).double().mean()), 6),
+                "dtype": str(case.dtype).removeprefix("torch."),
+                "torch": torch.__version__,
+                "revision": revision(),
+            }
 
 
-HEADINGS = (
-    "| case | policy | mode | ratio | bar | step ms | plain step ms | trunk ms | step / trunk | peak GiB (plain) |"
-)
+HEADINGS = [
+    *("case", "policy", "mode", "ratio", "bar", "step ms", "plain loop", "trunk", "step / trunk", "bar"),
+    *("selector / trunk", "tokens/s", "peak GiB", "plain loop"),
+]
 
 
-def show(row: dict[str, Any]) -> str:
-    """One line of the table."""
-    bar = CASES[row["case"]].bars[row["policy"]] if row["mode"] == "compiled" or row["case"] == "cpu" else 1.0
-    memory = "–"
-    if row["peak_bytes"]:
-        memory = f"{row['peak_bytes'] / 2**30:.2f} ({row['reference_peak_bytes'] / 2**30:.2f})"
-    cells = [
+def cells(row: dict[str, Any]) -> list[str]:
+    """One line of the table, under HEADINGS."""
+    case, compiled = CASES[row["case"]], row["mode"] == "compiled"
+    least = case.bars[row["policy"]] if compiled or case.device == "cpu" else 1.0
+    most = case.step_bars.get(row["policy"]) if compiled else None
+    over_trunk = row["step_ms"] / row["trunk_ms"]
+    return [
         row["case"],
         row["policy"],
         row["mode"],
-        f"**{row['ratio']:.2f}x**",
-        f"{bar:.2f}x",
+        f"**{row['ratio']:.2f}x**" + ("" if row["ratio"] >= least else " (missed)"),
+        f"{least:.2f}x",
         f"{row['step_ms']:.2f}",
-    ]
-    cells += [
         f"{row['reference_step_ms']:.2f}",
         f"{row['trunk_ms']:.2f}",
-        f"{row['step_ms'] / row['trunk_ms']:.2f}",
-        memory,
+        f"{over_trunk:.2f}" + (" (missed)" if most and over_trunk > most else ""),
+        f"{most:.2f}" if most else "",
+        f"{row['selector_ms'] / row['trunk_ms']:.3f}",
+        f"{row['tokens_per_s']:,}",
+        f"{row['peak_bytes'] / 2**30:.2f}" if row["peak_bytes"] else "",
+        f"{row['reference_peak_bytes'] / 2**30:.2f}" if row["peak_bytes"] else "",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
-if __name__ == "__main__":
+def line(texts: list[str]) -> str:
+    return f"| {' | '.join(texts)} |"
+
+
+INTRODUCTION = """# Benchmarks
+
+## Decoding
+
+Written by `python benchmarks/decode.py table` from the records in `results/decode/`. The commands that made them:
+
+```
+python benchmarks/decode.py cpu --json > results/decode/cpu.jsonl
+python benchmarks/decode.py h200-85m --json > results/decode/h200-85m.jsonl      # and h200-one, h200-wide
+python benchmarks/decode.py check                                                # the same tokens?
+```
+
+Both sides run in one process on the same weights, dtype, attention, prompts and draws, by turns; times are medians and
+ratios are medians of neighbouring pairs, because other work on a machine weighs on both alike. The **plain loop** is
+what LLaDA's and dLLM's samplers do: full [B, L, V] logits, a float32 log-softmax over them, a top-k for every row at
+every step. It gets its random draws for nothing. `eager` is against eager. In `compiled` the plain loop's model goes
+through torch.compile in its default mode, as people do it, and the engine runs with `compile=True`: compiled pieces
+with fixed shapes, on a GPU one CUDA graph a step. The **trunk** is a denoiser's pass without its projection to the
+vocabulary, in `compiled` as a CUDA graph of its own: what no decoder can avoid. Peak memory includes the weights.
+
+"""
+
+CLOSING = """
+What the engine does differently: it projects to the vocabulary only where the rule looks (masked positions of
+unfinished sequences; for rules that do not ask the denoiser, such as iid, eagerly only what they reveal), in chunks, so
+that [B, L, V] never exists; it waits for the device once a step; it keeps a compiled step in one CUDA graph.
+
+At batch 1 an eager step is bound by the launching of kernels, not by the device, so there is little to win: the
+ratio there is that of the numbers of launches. With `compile=True` nothing is launched from the host but the graph.
+
+`same_tokens` in the records is the share of tokens that agree. In float64 all agree; in float32 a difference can only
+start where two scores lie within 1e-5 of each other: `python benchmarks/decode.py check` shows both and fails otherwise
+(`tests/decoding/test_reference.py` does so on a smaller model). In compiled bfloat16 a few tokens differ: torch.compile
+fuses a trunk with the head behind it differently from a trunk alone, and bfloat16 logits have eight bits.
+"""
+
+
+def write_page() -> None:
+    text = INTRODUCTION
+    for path in sorted(RECORDS.glob("*.jsonl")):
+        rows = [json.loads(record) for record in path.read_text().splitlines()]
+        case, row = CASES[rows[0]["case"]], rows[0]
+        text += (
+            f"### {row['case']}\n\nWidth {case.width}, {case.layers} layers, vocabulary {case.vocabulary:,}, batch "
+            f"{case.batch}, {case.prompt} + {case.response} tokens, {case.steps} steps, {row['dtype']}; "
+            f"{row['device']}, torch {row['torch']}, revision {row['revision']}.\n\n"
+        )
+        text += "\n".join([line(HEADINGS), "|---" * len(HEADINGS) + "|", *(line(cells(row)) for row in rows)]) + "\n\n"
+    PAGE.write_text(text.rstrip() + "\n" + CLOSING)
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="+", choices=[*CASES, "table"], metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("cases", nargs="+", choices=[*CASES, "check", "table"], metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--mode", action="append", choices=["eager", "compiled"], help="one of the two only")
     parser.add_argument("--policy", action="append", default=[], help="some of the policies only")
-    ARGS = parser.parse_args()
-    if not ARGS.json:
-        print(HEADINGS + "\n" + "|---" * HEADINGS.count(" | ") + "|---|")
-    for wanted in ARGS.cases:
-        measure(wanted, ARGS.mode or ["eager", "compiled"], ARGS.policy)
+    arguments = parser.parse_args()
+    measured = [name for name in arguments.cases if name in CASES]
+    if "check" in arguments.cases:
+        check("cuda" if torch.cuda.is_available() else "cpu")
+    if measured and not arguments.json:
+        print(line(HEADINGS) + "\n" + "|---" * len(HEADINGS) + "|", flush=True)
+    for name in measured:
+        if CASES[name].device == "cuda" and not torch.cuda.is_available():
+            parser.error(f"{name} needs a CUDA device: run `python benchmarks/decode.py cpu` here")
+        for row in measure(name, arguments.mode or ["eager", "compiled"], arguments.policy):
+            print(json.dumps(row) if arguments.json else line(cells(row)), flush=True)
+    if "table" in arguments.cases:
+        write_page()
+
+
+if __name__ == "__main__":
+    main()

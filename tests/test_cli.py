@@ -14,11 +14,14 @@ from tests.test_report import LEARNED, heuristic
 from tests.training.small import TINY_RECIPE, contents, json_lines
 from unmask import cli, evaluation
 from unmask.cli import main, verdict
-from unmask.decoding.policies import Decision, highest
+from unmask.decoding.generate import Engine
+from unmask.decoding.policies import RULES, Decision, check_policy
+from unmask.decoding.policies.rule import highest
+from unmask.evaluation import weights_hash
 from unmask.report import read_records
 from unmask.tasks.groups import Groups
 from unmask.training import recipe as recipe_module
-from unmask.training.run import load_task
+from unmask.training.run import load_run, load_task
 
 JOINT = ["--set", "order.denoiser_rate=1e-3"]
 
@@ -215,8 +218,23 @@ WRONG_OPTIONS = {
         ["evaluate", "{run}", "--policy", "magrin"],
         "unknown policy 'magrin'; did you mean 'margin'? choose from",
     ),
+    "a parameter out of range": (["evaluate", "{run}", "--policy", "threshold:2"], "threshold"),
+    "a parameter too many": (["evaluate", "{run}", "--policy", "margin:2"], "margin has no place for '2'"),
+    "a rule that cannot be read": (["evaluate", "{run}", "--policy", "blocks(4,margin"], "cannot read the policy"),
+    "blocks larger than the response": (
+        ["evaluate", "{run}", "--policy", "blocks(5,margin)", "--steps", "2"],
+        "blocks of 5 are larger than a response of 4 tokens",
+    ),
+    "fewer steps than blocks": (
+        ["evaluate", "{run}", "--policy", "blocks(2,margin)", "--steps", "1"],
+        "give at least 2 steps, not 1",
+    ),
     "steps 0": (["evaluate", "{run}", "--policy", "iid", "--steps", "0"], "--steps must be at least 1, got 0"),
     "steps of another order": (["evaluate", "{run}", "--policy", "learned", "--steps", "3"], "trained for T = 2"),
+    "steps of another order, one at a time": (
+        ["evaluate", "{run}", "--policy", "lo-arm", "--steps", "3"],
+        "trained for T = 2",
+    ),
     "no examples": (["evaluate", "{run}", "--examples", "0"], "--examples"),
     "negative temperature": (["evaluate", "{run}", "--temperature", "-1"], "--temperature"),
     "negative top-p": (["evaluate", "{run}", "--top-p", "-1"], "top_p must be above 0 and at most 1, got -1"),
@@ -271,7 +289,10 @@ def test_no_learned_order(base, call, refused, tmp_path):
     text = TINY_RECIPE[: TINY_RECIPE.index("[order]")] + TINY_RECIPE[TINY_RECIPE.index("[evaluate]") :]
     (tmp_path / "plain.toml").write_text(text)
     assert call("train", tmp_path / "plain.toml", "--out", tmp_path / "plain")[0] == 0
-    assert "no learned order" in refused("evaluate", tmp_path / "plain", "--policy", "learned")
+    for name in ("learned", "lo-arm", "reward"):
+        said = f"{name} needs a learned order, and there is none: train one with an [order] section"
+        assert said in refused("evaluate", tmp_path / "plain", "--policy", name)
+        assert said in refused("sample", tmp_path / "plain", "--policy", name)
     assert "no learned order" in refused("evaluate", tmp_path / "plain", "--bound")
     code, text, _ = call("sample", tmp_path / "plain")
     assert code == 0
@@ -286,9 +307,28 @@ def test_no_learned_order(base, call, refused, tmp_path):
 def test_help(call):
     code, text, _ = call("--help")
     assert code == 0
-    for command in ("demo", "train", "evaluate", "report", "sample"):
+    for command in ("demo", "train", "evaluate", "report", "policies", "sample"):
         assert command in text
     assert call("sample", "--help")[0] == 0
+
+
+def test_policies_lists_every_rule(call):
+    """A line each: how it is written, which is read back as it stands where nothing is missing, and what it does."""
+    code, text, err = call("policies")
+    assert (code, err) == (0, "")
+    lines, _, explained = text.partition("\n\n")
+    shown = [line.split(maxsplit=1) for line in lines.splitlines()]
+    assert len(shown) == 20
+    assert [usage.partition("(")[0] for usage, _ in shown] == list(RULES)
+    for usage, does in shown:
+        if re.search("[A-Z]", usage):
+            assert usage in ("stochastic(ORDER,TEMPERATURE)", "blocks(SIZE,INNER)")
+        else:
+            check_policy(usage)
+        assert len(does) > 20
+    for example in ("margin", "threshold:0.9", "klass(0.9,0.01,2)", "blocks(32,stochastic(margin,0.5))"):
+        assert example in explained
+        check_policy(example)
 
 
 def test_an_interrupt_is_one_line(monkeypatch, call, base):
@@ -353,6 +393,110 @@ def test_evaluate_adds_to_the_results_and_prints_a_table(call, run):
     assert max(map(len, text.splitlines())) <= 80
 
 
+NEW_RULES = ["threshold:0.9", "p2", "lo-arm", "blocks(4,margin)"]
+
+
+def test_rules_of_every_kind(call, run):
+    """By their names, one that a network decides at its own budget, and what is recorded of each."""
+    options = [part for name in NEW_RULES for part in ("--policy", name)]
+    code, text, _ = call("evaluate", run, *options)
+    assert code == 0
+    assert max(map(len, text.splitlines())) <= 80
+    new = json_lines(run / "results.jsonl")[7:]
+    # lo-arm takes two steps always, so the recipe's budgets are all that a comparison needs
+    heuristics = [(name, budget, None) for name in NEW_RULES if name != "lo-arm" for budget in (2, 4)]
+    assert [(r["policy"], r["budget"], r["trained_budget"]) for r in new] == [("lo-arm", 2, 2), *heuristics]
+    assert {r["policy"] for r in new if r["mean_revisions"] is not None} == {"p2"}
+    by_name = {(r["policy"], r["budget"]): r for r in new}
+    assert by_name["p2", 4]["mean_revisions"] > 0
+    assert "p2 @ 4 re-masked a position" in " ".join(text.split())
+    for budget in (2, 4):
+        for name, low in (("p2", budget), ("blocks(4,margin)", budget), ("threshold:0.9", 1)):
+            record = by_name[name, budget]
+            assert low <= record["min_steps"] <= record["max_steps"] <= budget
+            assert record["mean_passes"] == record["mean_steps"]
+            assert record["selector"] is None
+    lo_arm = by_name["lo-arm", 2]
+    assert (lo_arm["min_steps"], lo_arm["max_steps"], lo_arm["selector"]) == (2, 2, "nonempty")
+    assert "lo-arm, T = 2: " in text
+    orders = {(o["policy"], o["budget"]): o for o in json_lines(run / "orders.jsonl")}
+    assert {tuple(sorted(row)) for row in orders["lo-arm", 2]["reveal_step"]} == {(0, 1, 1, 1)}, "one, then the rest"
+    assert {tuple(sorted(row)) for row in orders["blocks(4,margin)", 2]["reveal_step"]} == {(0, 0, 1, 1)}
+    before = contents(run)
+    assert call("evaluate", run, *options)[0] == 0
+    assert contents(run) == before, "kept, like all others"
+
+
+def test_blocks_of_the_whole_response_are_the_rule_itself(call, run):
+    assert call("evaluate", run, "--policy", "margin", "--policy", "blocks(4,margin)", "--steps", "2")[0] == 0
+    own, blocks = json_lines(run / "results.jsonl")[7:]
+    assert (own["policy"], blocks["policy"]) == ("margin", "blocks(4,margin)")
+    differ = {"policy", "seconds"}
+    assert {k: v for k, v in own.items() if k not in differ} == {k: v for k, v in blocks.items() if k not in differ}
+
+
+def test_whatever_a_network_decides_runs_on_its_own_denoiser(base, call, tmp_path):
+    """In a joint run the heuristics have another one; and the verdicts carry the hash of the selector."""
+    run = shutil.copytree(base / "joint", tmp_path / "run")
+    rules = ("learned(temperature=0.5)", "lo-arm", "reward", "margin")
+    assert call("evaluate", run, *(part for name in rules for part in ("--policy", name)), "--steps", "2")[0] == 0
+    model, plain, _, _ = load_run(run)
+    own, heuristic = weights_hash(model.denoiser), weights_hash(plain.denoiser)
+    assert own != heuristic
+    new = {r["policy"]: r for r in json_lines(run / "results.jsonl")[7:]}
+    assert {name: r["denoiser"] for name, r in new.items()} == {
+        **dict.fromkeys(("learned(temperature=0.5)", "lo-arm", "reward:1"), own),
+        "margin": heuristic,
+    }
+    asked = {v["asked"]["policy"]: v["asked"] for v in json_lines(run / "verdicts.jsonl")}
+    assert asked["margin"]["selector_weights"] is None
+    for name in ("learned", "learned(temperature=0.5)", "lo-arm", "reward:1"):
+        assert asked[name]["selector_weights"] == weights_hash(model.selector)
+
+
+def test_a_rule_named_twice_runs_once(call, run):
+    """However it is written."""
+    code, text, _ = call(
+        "evaluate", run, "--policy", "threshold", "--policy", "threshold:0.9", "--policy", "threshold( 0.9 )",
+        "--steps", "2", "--again",
+    )  # fmt: skip
+    assert code == 0
+    assert [r["policy"] for r in json_lines(run / "results.jsonl")[7:]] == ["threshold:0.9"]
+    assert text.count("threshold:0.9 @") == 1
+
+
+def test_guidance_doubles_the_passes(call, run):
+    options = ["evaluate", run, "--policy", "top-prob", "--policy", "lo-arm", "--steps", "2"]
+    assert call(*options)[0] == call(*options, "--guidance", "1.5")[0] == 0
+    records = [
+        r for r in json_lines(run / "results.jsonl") if r["budget"] == 2 and r["policy"] in ("top-prob", "lo-arm")
+    ]
+    plain, guided = ({r["policy"]: r for r in records if r["guidance"] == weight} for weight in (0, 1.5))
+    for policy in ("top-prob", "lo-arm"):
+        assert guided[policy]["mean_steps"] == plain[policy]["mean_steps"] == 2
+        assert (plain[policy]["mean_passes"], guided[policy]["mean_passes"]) == (2, 4)
+        assert guided[policy]["num_forwards"] == 2 * plain[policy]["num_forwards"]
+
+
+def test_compile_reaches_the_engine_and_changes_nothing(call, base, run, monkeypatch):
+    """The records of --compile, without the compiler, are those of the run that was evaluated eagerly."""
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(function) or function)
+    assert call("evaluate", run, "--again")[0] == 0
+    assert compiled == []
+    assert call("evaluate", run, "--again", "--compile")[0] == 0
+    pieces = {function.__name__ for function in compiled}
+    assert len(compiled) == 7 * len(pieces) > 0, "every piece once for each of seven evaluations"
+    records, eager = ([{**r, "seconds": 0} for r in json_lines(f / "results.jsonl")] for f in (run, base / "frozen"))
+    assert len(records) == 21
+    idle = [{**r, "num_forwards": 0} for r in records]
+    assert idle[14:] == [{**r, "num_forwards": 0} for r in eager]
+    for now, before in zip(records[14:], eager, strict=True):
+        assert now["num_forwards"] >= before["num_forwards"], "rows that idle are evaluated too"
+        if now["min_steps"] == now["max_steps"]:
+            assert now["num_forwards"] == before["num_forwards"]
+
+
 def evaluated(run):
     """What an evaluation left, without what differs from call to call: the seconds."""
     records = [{**record, "seconds": 0} for record in json_lines(run / "results.jsonl")]
@@ -364,16 +508,16 @@ def test_a_second_call_continues_where_the_first_was_killed(call, base, tmp_path
     monkeypatch.setattr(evaluation, "CHUNK", 8)  # 20 examples are three chunks, 7 evaluations
     whole = evaluated(base / "frozen")
     assert len(whole[0]) == len(whole[1]) == 7
-    generate, calls, last = evaluation.generate, 0, 0
+    generate, calls, last = Engine.generate, 0, 0
 
-    def killed(*arguments, **options):
+    def killed(self, *arguments, **options):
         nonlocal calls
         calls += 1
         if calls == last:
             raise KeyboardInterrupt
-        return generate(*arguments, **options)
+        return generate(self, *arguments, **options)
 
-    monkeypatch.setattr(evaluation, "generate", killed)
+    monkeypatch.setattr(Engine, "generate", killed)
     for last in (1, 2, 4, 9, 21):
         run, calls = tmp_path / f"killed-{last}", 0
         shutil.copytree(base / "frozen", run, ignore=shutil.ignore_patterns("*.jsonl"))
@@ -457,7 +601,7 @@ def test_a_rule_a_little_below_its_budget_runs_one_step_further(call, run, monke
     """Of a learned order that always takes 2 steps, iid needs 3: at 2 it takes a little less."""
 
     def one_then_all(self, step):
-        return Decision(highest(step.confidence.log_top, step.masked, torch.ones_like(step.num_response)))
+        return Decision(highest(step.said["log_top"], step.masked, torch.ones_like(step.num_response)))
 
     monkeypatch.setattr("unmask.decoding.policies.Learned.decide", one_then_all)
     code, text, _ = call("evaluate", run, "--again")
@@ -543,6 +687,13 @@ def test_sample_prints_sequences(call, run):
     for line in lines:
         assert re.fullmatch(r" +[abc] [abc] [abc] [abc]   [12] steps, (not )?valid", line)
     assert contents(run) == before
+
+
+@pytest.mark.parametrize("rule", NEW_RULES)
+def test_sample_takes_any_rule(call, run, rule):
+    code, text, _ = call("sample", run, "--num", "3", "--policy", rule)
+    assert code == 0
+    assert len(re.findall(r" +[abc] [abc] [abc] [abc]   [12] steps, (?:not )?valid", text)) == 3
 
 
 def test_sample_says_whether_it_is_valid(call, run):

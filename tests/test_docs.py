@@ -41,7 +41,22 @@ def test_generation_as_the_guide_shows_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown: dict = {}
     exec(BLOCKS[1], shown)
-    assert shown["out"].tokens.shape == (8, task.length)
+    learned = shown["out"]
+    assert learned.tokens.shape == (8, task.length)
+    assert (learned.num_steps <= 2).all()
+    assert torch.equal(learned.num_passes, learned.num_steps)
+    exec(BLOCKS[2], shown)  # a rule of your own goes on from there
+    own, rule, canvas = shown["out"], shown["Clear"], shown["canvas"]
+    assert own is not learned
+    assert (own.tokens < shown["mask"]).all()
+    assert (own.reveal_step >= 0).all()
+    assert rule(0.3).name == "clear:0.3"
+    assert isinstance(rule(), unmask.policies.Policy)
+    # At its two ends it is known what it does.
+    one_by_one = unmask.generate(shown["model"].denoiser, canvas, policy=rule(1.1), max_steps=16)
+    assert torch.equal(one_by_one.reveal_step, torch.arange(task.length).expand(8, -1))
+    at_once = unmask.generate(shown["model"].denoiser, canvas, policy=rule(0.0), max_steps=16)
+    assert (at_once.num_steps == 1).all()
 
 
 def test_checking_a_variant_as_the_guide_shows_it():
@@ -51,8 +66,9 @@ def test_checking_a_variant_as_the_guide_shows_it():
         "scorer": lambda x: torch.linspace(0, 1, x.shape[1], dtype=torch.float64).expand(len(x), -1),
         "x0": torch.tensor([0, 1, 1]),
     }
-    exec(BLOCKS[2], shown)
+    exec(BLOCKS[3], shown)
     assert shown["model"].vocab_size == 2
+    assert len(BLOCKS) == 4, "every block of the guide is run"
 
 
 def test_every_file_that_the_documentation_names_exists():

@@ -8,9 +8,21 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training.small import FixedTask, padded, single, small_model
+from tests.training.small import FixedTask, json_lines, padded, single, small_model
 from unmask import evaluation
-from unmask.decoding.policies import IID, Learned, Margin, TopProbability
+from unmask.decoding.generate import Engine
+from unmask.decoding.policies import (
+    IID,
+    P2,
+    RULES,
+    Learned,
+    Margin,
+    NetworkPolicy,
+    OneAtATime,
+    RewardTrained,
+    Threshold,
+    TopProbability,
+)
 from unmask.decoding.tokens import TokenChoice
 from unmask.evaluation import (
     Record,
@@ -26,6 +38,7 @@ from unmask.tasks.chain import Chain
 from unmask.tasks.groups import Groups
 from unmask.tasks.latin_square import LatinSquare
 from unmask.variational.enumeration import TinyModel, exact_bound
+from unmask.verdicts import VerdictFile
 
 TASK = Groups(groups=2, group_size=2, symbols=3)
 SAMPLED = TokenChoice(temperature=1.0)
@@ -267,9 +280,165 @@ def test_the_seed_matters():
 
 
 def test_progress_is_told():
+    """As soon as sequences are finished, all of a batch together where they take as many steps."""
     told = []
     run(always(VALID), IID(), 1, examples=2300, advance=told.append)
-    assert told == [1000, 1000, 300]
+    assert told == [250] * 9 + [50]
+    told.clear()
+    run(always(VALID), IID(), 4, examples=300, advance=told.append)
+    assert sum(told) == 300
+    assert min(told) > 0
+    assert len(told) > 2, "some sequences of a batch are finished before others"
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """`compile=True` without its compiler: fixed shapes, run eagerly.  What was given to it."""
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(function) or function)
+    return compiled
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_one_engine_an_evaluation(monkeypatch, uncompiled, compile):
+    """However many chunks there are, so that it compiles once: also for the last chunk, which is smaller."""
+    made, asked = [], []
+    create, generate = Engine.__init__, Engine.generate
+
+    def creating(self, *arguments, **options):
+        made.append(options)
+        create(self, *arguments, **options)
+
+    def generating(self, prompts, **options):
+        asked.append(len(prompts))
+        return generate(self, prompts, **options)
+
+    monkeypatch.setattr(Engine, "__init__", creating)
+    monkeypatch.setattr(Engine, "generate", generating)
+    monkeypatch.setattr(evaluation, "CHUNK", 20)
+    monkeypatch.setattr(evaluation, "BATCH", 10)
+    run(always(VALID), TopProbability(), 2, examples=45, compile=compile)
+    assert made == [{"batch_size": 10, "compile": compile}]
+    assert asked == [20, 20, 5]
+    pieces = len(uncompiled)
+    assert (pieces > 0) == compile
+    run(always(VALID), TopProbability(), 2, examples=10, compile=compile)
+    assert len(uncompiled) == 2 * pieces, "as many for one chunk as for three"
+
+
+@pytest.mark.parametrize("name", ["learned", "lo-arm", "iid", "top-prob", "threshold:0.9", "p2", "blocks(2,margin)"])
+@pytest.mark.parametrize("choice", [SAMPLED, TokenChoice(temperature=1.0, guidance=0.5)], ids=["sampled", "guided"])
+def test_compiled_records_are_eager_ones(monkeypatch, uncompiled, name, choice):
+    """All of the record, the order and the verdicts; but rows that idle in a fixed shape are passes too."""
+    monkeypatch.setattr(evaluation, "CHUNK", 20)
+    monkeypatch.setattr(evaluation, "BATCH", 10)
+    model, _ = learned_model(selection="bernoulli")
+    settings = {"examples": 40, "choice": choice, "seed": 0, "label": "stub"}
+    eager, compiled = (
+        evaluate(model, TASK, policy_named(name, model), 2, compile=compile, **settings) for compile in (False, True)
+    )
+    assert uncompiled
+    assert compiled.order == eager.order
+    assert (compiled.verdicts.valid == eager.verdicts.valid).all()
+    assert (compiled.verdicts.steps == eager.verdicts.steps).all()
+    same = {"seconds": 0.0}
+    if eager.record.min_steps < eager.record.max_steps:
+        assert compiled.record.num_forwards >= eager.record.num_forwards
+        same["num_forwards"] = 0
+    assert dataclasses.replace(compiled.record, **same) == dataclasses.replace(eager.record, **same)
+
+
+def test_an_evaluation_may_be_finished_by_a_compiled_one(tmp_path, uncompiled, monkeypatch):
+    """`compile` is how, not what: verdicts of an eager evaluation are kept."""
+    monkeypatch.setattr(evaluation, "CHUNK", 20)
+    model, policy = learned_model()
+    path = tmp_path / "verdicts.jsonl"
+    whole, _ = run(model, policy, 2, stream=VerdictFile(path))
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]))
+    resumed, _ = run(model, policy, 2, stream=VerdictFile(path), compile=True)
+    assert uncompiled
+    same = {"seconds": 0.0, "num_forwards": 0}
+    assert dataclasses.replace(resumed, **same) == dataclasses.replace(whole, **same)
+
+
+# --- what a record says of rules of every kind ------------------------------------------------------------------------
+
+
+def test_re_masking_is_counted_a_position():
+    """And null where nothing was re-masked, be it that the rule never does or that it had no occasion."""
+    model, policy = learned_model()
+    record, _ = run(model, P2(), 4)
+    assert (record.policy, record.trained_budget, record.selector) == ("p2", None, None)
+    assert 0 < record.mean_revisions < 4
+    assert (record.min_steps, record.max_steps, record.mean_passes) == (4, 4, 4), "it runs all of its steps"
+    assert run(model, P2(), 1)[0].mean_revisions is None
+    for rule, budget in ((TopProbability(), 4), (Threshold(), 4), (policy, 2)):
+        assert run(model, rule, budget)[0].mean_revisions is None
+
+
+def test_revisions_are_the_same_in_chunks(monkeypatch):
+    model, _ = learned_model()
+    whole, _ = run(model, P2(), 3, examples=23)
+    monkeypatch.setattr(evaluation, "CHUNK", 7)
+    assert dataclasses.replace(run(model, P2(), 3, examples=23)[0], seconds=whole.seconds) == whole
+    out = Engine(model.denoiser, P2(), 3, SAMPLED).generate(torch.full((23, 4), 3))
+    assert whole.mean_revisions == round(int(out.revisions.sum()) / (23 * 4), 6) > 0
+
+
+def test_a_guided_evaluation_doubles_the_passes():
+    model, learned = learned_model()
+    for policy in (TopProbability(), IID(), P2(), learned):
+        record, _ = run(model, policy, 2, examples=50)
+        guided, _ = run(model, policy, 2, examples=50, choice=TokenChoice(temperature=1.0, guidance=1.0))
+        assert record.mean_passes == record.mean_steps
+        assert guided.mean_passes == 2 * guided.mean_steps
+        assert (record.guidance, guided.guidance) == (0, 1)
+        if policy is not learned:
+            assert guided.mean_passes == 2 * record.mean_passes
+            assert guided.num_forwards == 2 * record.num_forwards
+
+
+def test_a_threshold_takes_no_more_steps_than_it_must():
+    """Certain of everything, it reveals all at once; of nothing, one mask a step."""
+    record, _ = run(always(VALID), Threshold(0.9), 4)
+    assert (record.policy, record.budget, record.min_steps, record.max_steps) == ("threshold:0.9", 4, 1, 1)
+    assert record.score == 1
+    record, _ = run(StubModel(lambda row: torch.full((4, 3), 1 / 3).double()), Threshold(0.9), 4)
+    assert (record.min_steps, record.max_steps, record.num_forwards) == (4, 4, 4 * 60)
+
+
+@pytest.mark.parametrize("kind", [OneAtATime, RewardTrained])
+def test_whatever_a_network_decides_is_recorded_as_a_learned_order(kind):
+    model, _ = learned_model(selection="bernoulli")
+    record, order = run(model, kind(model.selector), 2)
+    assert record.policy == kind(model.selector).name
+    assert (record.trained_budget, record.budget, record.selector) == (2, 2, "bernoulli")
+    with pytest.raises(ValueError, match="trained for T = 2 only, not for 3"):
+        run(model, kind(model.selector), 3)
+    if kind is OneAtATime:
+        assert (record.min_steps, record.max_steps, record.nothing_selected) == (2, 2, 0)
+        assert {tuple(sorted(row)) for row in order.reveal_step} == {(0, 1, 1, 1)}
+    else:
+        assert 0 < record.nothing_selected < 1
+
+
+def test_a_changed_selector_is_another_evaluation_whatever_the_rule(tmp_path):
+    """Its hash is part of what was asked of every rule that reads it, and of no other."""
+    path = tmp_path / "verdicts.jsonl"
+    for _ in range(2):
+        model, learned = learned_model()
+        if path.exists():
+            with torch.no_grad():
+                model.selector.out.weight.neg_()
+        for policy in (learned, OneAtATime(model.selector), RewardTrained(model.selector), Margin()):
+            run(model, policy, 2, examples=5, stream=VerdictFile(path))
+    asked = [line["asked"] for line in json_lines(path)]
+    assert [a["policy"] for a in asked] == ["learned", "lo-arm", "reward:1", "margin", "learned", "lo-arm", "reward:1"]
+    assert len({a["selector_weights"] for a in asked}) == 3, "none, the first, the second"
+    assert asked[3]["selector_weights"] is None
 
 
 # --- policies by name -------------------------------------------------------------------------------------------------
@@ -281,23 +450,42 @@ def test_policies_by_name():
         policy = policy_named(name, model)
         assert type(policy) is kind
         assert policy.name == name
-    assert policy.selector is model.selector
-    assert policy.selector.selection.name == "bernoulli"
+    assert policy.network is model.selector
+    assert policy.network.selection.name == "bernoulli"
+
+
+def test_every_rule_has_its_name_and_the_models_selector():
+    """With parameters where they are needed; those that a network decides get that of the model."""
+    model, _ = learned_model()
+    needed = {"stochastic": "stochastic(margin,0.5)", "blocks": "blocks(2,margin)"}
+    for short, kind in RULES.items():
+        policy = policy_named(needed.get(short, short), model)
+        assert type(policy) is kind
+        assert policy.short == short
+        assert policy_named(policy.name, model) == policy
+        assert isinstance(policy, NetworkPolicy) == (short in ("learned", "lo-arm", "reward"))
+        if isinstance(policy, NetworkPolicy):
+            assert policy.network is model.selector
 
 
 def test_an_unknown_policy_lists_the_known():
     with pytest.raises(
         ValueError,
-        match=r"unknown policy 'tob-prob'; did you mean 'top-prob'\? choose from iid, top-prob, margin, learned",
-    ):
+        match=r"unknown policy 'tob-prob'; did you mean 'top-prob'\? choose from iid, top-prob, margin, .*learned",
+    ) as caught:
         policy_named("tob-prob", small_model())
+    assert str(caught.value).endswith(f"choose from {', '.join(RULES)}")
+    assert "\n" not in str(caught.value)
 
 
-def test_a_model_without_an_order_has_no_learned_policy():
+@pytest.mark.parametrize("name", ["learned", "lo-arm", "reward"])
+def test_a_model_without_an_order_has_no_learned_policy(name):
     model = small_model()
     model.selector = None
-    with pytest.raises(ValueError, match="no learned order") as caught:
-        policy_named("learned", model)
+    with pytest.raises(
+        ValueError, match=f"{name} needs a learned order, and there is none: train one with an"
+    ) as caught:
+        policy_named(name, model)
     assert "\n" not in str(caught.value)
 
 

@@ -357,11 +357,18 @@ def test_areas_are_told_with_their_range():
     ]
 
 
-def test_what_a_bernoulli_selector_left_empty_is_said_only_of_it():
+def test_where_a_selector_chose_nothing_is_said_only_of_it():
     assert notes(RECORDS) == []
     paper = dataclasses.replace(LEARNED, selector="bernoulli", nothing_selected=0.0123)
     (sentence,) = notes([paper, *RECORDS])
     assert sentence.startswith("learned, T = 2 selected nothing in 1.23% of its steps")
+    reward = dataclasses.replace(LEARNED, policy="reward:1", selector="nonempty", nothing_selected=0.5)
+    (sentence,) = notes([reward])
+    assert sentence.startswith("reward:1, T = 2 selected nothing in 50.00% of its steps"), (
+        "whatever the selector's form"
+    )
+    one_at_a_time = dataclasses.replace(LEARNED, policy="lo-arm", selector="bernoulli", nothing_selected=0.0)
+    assert notes([one_at_a_time]) == [], "it always selects something"
     assert "selected nothing in 1.23%" in " ".join(printed(table([paper], "", "")).split())
 
 

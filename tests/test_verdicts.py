@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tests.test_evaluation import SAMPLED, TASK, always, exact_conditionals, learned_model
 from tests.training.small import json_lines
 from unmask import evaluation
+from unmask.decoding.generate import Engine
 from unmask.decoding.policies import IID, Learned, TopProbability
 from unmask.decoding.tokens import TokenChoice
 from unmask.evaluation import evaluate
@@ -31,7 +33,7 @@ class Crash(Exception):
 
 
 def crash_after(sequences):
-    """An advance callback that raises when so many sequences are done."""
+    """An advance callback that raises when so many sequences are done: the chunk that they belong to is lost."""
     done = 0
 
     def advance(more):
@@ -41,6 +43,18 @@ def crash_after(sequences):
             raise Crash
 
     return advance
+
+
+def crash_between(monkeypatch, path, sequences):
+    """Raise as soon as so many sequences are on disk: between a chunk and the next."""
+    append = VerdictFile.append
+
+    def crashing(self, chunk):
+        append(self, chunk)
+        if sum(len(line["valid"]) for line in json_lines(path)) >= sequences:
+            raise Crash
+
+    monkeypatch.setattr(VerdictFile, "append", crashing)
 
 
 def run(path, model, policy, budget=2, task=TASK, **options):
@@ -63,14 +77,14 @@ def model():
 
 
 def counted(monkeypatch):
-    """The sizes of the batches that are generated from here on."""
-    sizes, generate = [], evaluation.generate
+    """The numbers of sequences that engines are asked for from here on."""
+    sizes, generate = [], Engine.generate
 
-    def counting(denoiser, prompts, *arguments, **options):
+    def counting(self, prompts, **options):
         sizes.append(len(prompts))
-        return generate(denoiser, prompts, *arguments, **options)
+        return generate(self, prompts, **options)
 
-    monkeypatch.setattr(evaluation, "generate", counting)
+    monkeypatch.setattr(Engine, "generate", counting)
     return sizes
 
 
@@ -78,21 +92,31 @@ def counted(monkeypatch):
 
 
 @pytest.mark.parametrize("crash", [1, 11, 35, 47])
+@pytest.mark.parametrize("between", [False, True], ids=["in a chunk", "between chunks"])
 @pytest.mark.parametrize("rule", ["learned", "iid"])
-def test_after_a_crash_the_rest_is_done(tmp_path, monkeypatch, model, rule, crash):
-    """The record, the pictured orders (of which chunks 1 to 3 have a part) and every verdict are the same."""
+def test_after_a_crash_the_rest_is_done(tmp_path, monkeypatch, model, rule, between, crash):
+    """The record, the pictured orders (of which chunks 1 to 3 have a part) and every verdict are the same.
+
+    A crash while a chunk is generated loses that chunk, one after its line is written loses nothing.
+    """
     policy = Learned(model.selector) if rule == "learned" else IID()
     whole = run(None, model, policy)
     assert 0 < whole.record.distinct < EXAMPLES * whole.record.score, "some answers occur twice, in different chunks"
     assert len(whole.order.reveal_step) == evaluation.PICTURED
     path = tmp_path / "verdicts.jsonl"
-    with pytest.raises(Crash):
-        run(path, model, policy, advance=crash_after(crash))
-    done = min(EXAMPLES, -(-crash // 10) * 10)
+    with monkeypatch.context() as patched:
+        if between:
+            crash_between(patched, path, crash)
+        with pytest.raises(Crash):
+            run(path, model, policy, advance=crash_after(math.inf if between else crash))
+    done = min(EXAMPLES, -(-crash // 10) * 10) if between else (crash - 1) // 10 * 10
+    assert [line["first"] for line in (json_lines(path) if path.exists() else [])] == list(range(0, done, 10))
     sizes, told = counted(monkeypatch), []
     assert_same(run(path, model, policy, advance=told.append), whole)
     assert sum(sizes) == EXAMPLES - done
-    assert told[0] == done, "progress counts what was there"
+    if done:
+        assert told[0] == done, "progress counts what was there"
+    assert all(told), "and says nothing of nothing"
     assert sum(told) == EXAMPLES
     assert [line["first"] for line in json_lines(path)] == [0, 10, 20, 30, 40]
     if rule == "learned":
@@ -137,8 +161,9 @@ def test_a_second_call_does_nothing_again(tmp_path, monkeypatch, model):
 def test_the_seconds_are_those_of_all_chunks(tmp_path, model):
     path = tmp_path / "verdicts.jsonl"
     with pytest.raises(Crash):
-        run(path, model, IID(), advance=crash_after(20))
+        run(path, model, IID(), advance=crash_after(21))
     lines = json_lines(path)
+    assert len(lines) == 2
     path.write_text("".join(json.dumps({**line, "seconds": 100.0}) + "\n" for line in lines))
     assert 200 < run(path, model, IID()).record.seconds < 300
 
@@ -150,7 +175,7 @@ def test_again_evaluates_anew_and_replaces(tmp_path, monkeypatch, model):
     assert_same(run(path, model, IID(), again=True), first)
     assert sum(sizes) == EXAMPLES
     with pytest.raises(Crash):
-        run(path, model, IID(), again=True, advance=crash_after(15))
+        run(path, model, IID(), again=True, advance=crash_after(25))
     assert VerdictFile(path).of(first.record) is None, "the old verdicts are void, the new ones unfinished"
     sizes.clear()
     assert_same(run(path, model, IID()), first)
@@ -165,7 +190,8 @@ def test_a_task_with_a_prompt_keeps_no_answers(tmp_path):
     path = tmp_path / "verdicts.jsonl"
     whole = run(None, stub, IID(), task=task, examples=12)
     with pytest.raises(Crash):
-        run(path, stub, IID(), task=task, examples=12, advance=crash_after(1))
+        run(path, stub, IID(), task=task, examples=12, advance=crash_after(11))
+    assert len(json_lines(path)) == 1
     assert_same(run(path, stub, IID(), task=task, examples=12), whole)
     assert all(line["answers"] is None for line in json_lines(path))
 
@@ -175,7 +201,8 @@ def test_the_exact_sampler_stays_diverse_when_resumed(tmp_path):
     path, stub = tmp_path / "verdicts.jsonl", exact_conditionals(TASK)
     whole = run(None, stub, TopProbability(), 4)
     with pytest.raises(Crash):
-        run(path, stub, TopProbability(), 4, advance=crash_after(20))
+        run(path, stub, TopProbability(), 4, advance=crash_after(21))
+    assert len(json_lines(path)) == 2
     assert_same(run(path, stub, TopProbability(), 4), whole)
     assert whole.record.distinct == 9
     assert sum(len(set(line["answers"])) for line in json_lines(path)) > 9
@@ -350,8 +377,16 @@ def test_an_empty_file(tmp_path):
 
 
 def test_every_chunk_is_on_disk_before_the_next(tmp_path, model):
-    """Progress is told after the line is written, so that a crash there loses nothing."""
-    path, seen = tmp_path / "verdicts.jsonl", []
-    run(path, model, IID(), advance=lambda done: seen.append(len(path.read_text().splitlines())))
-    assert seen == [1, 2, 3, 4, 5]
+    """When a sequence is told to be done, so are all chunks before its own: a crash loses no more than one chunk."""
+    path, done = tmp_path / "verdicts.jsonl", 0
+
+    def advance(more):
+        nonlocal done
+        done += more
+        lines = json_lines(path) if path.exists() else []
+        assert sum(len(line["valid"]) for line in lines) == (done - 1) // 10 * 10
+
+    run(path, model, IID(), advance=advance)
+    assert done == EXAMPLES
+    assert len(json_lines(path)) == 5
     assert {field.name for field in dataclasses.fields(Chunk)} == set(json_lines(path)[0])

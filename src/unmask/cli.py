@@ -169,7 +169,9 @@ def evaluate(
     ] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.", show_default="the recipe's")] = None,
     again: Annotated[bool, typer.Option("--again", help="Evaluate anew what has been evaluated already.")] = False,
-    compile: Annotated[bool, typer.Option("--compile", help="torch.compile the denoiser, on CUDA.")] = False,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Fixed shapes and torch.compile, on CUDA as graphs: for many examples.")
+    ] = False,
     bound: Annotated[bool, typer.Option("--bound", help="The held-out bound instead, in nats a token.")] = False,
     trajectories: Annotated[int, typer.Option(min=1, help="Trajectories a sequence and time, with --bound.")] = 8,
     cpu: Cpu = False,
@@ -374,8 +376,8 @@ def _evaluate_run(
     sizes = response_sizes(task, number)
     learned: list[tuple[Policy, int]] = []
     heuristics: list[tuple[Policy, int]] = []
-    for name in dict.fromkeys(names):
-        rule = policy_named(name, model)
+    rules = [policy_named(name, model) for name in names]
+    for rule in {rule.name: rule for rule in rules}.values():
         is_learned = isinstance(rule, NetworkPolicy)
         asked = budgets or settings.budgets or own or [task.length]
         for budget in dict.fromkeys(own if is_learned and not (policies and budgets) else asked):

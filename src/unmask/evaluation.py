@@ -59,7 +59,7 @@ class Record:
     seed: int
     device: str
     revision: str
-    nothing_selected: float | None  # steps in which a bernoulli selector chose nothing, as a fraction of its steps
+    nothing_selected: float | None  # steps in which a selector chose nothing, as a fraction of its steps
     distinct: int | None  # different valid answers; null for tasks with a prompt
     distinct_low: int | None  # 99% range of that number for as many draws from the true distribution
     distinct_high: int | None

@@ -129,7 +129,7 @@ def notes(records: Sequence[Record]) -> list[str]:
     """A sentence for each rule that sometimes selects nothing, or takes back what it wrote."""
     said = []
     for record in ordered(records):
-        if record.selector == "bernoulli" and record.nothing_selected is not None:
+        if record.nothing_selected:
             said.append(
                 f"{row_name(record, records)} selected nothing in {100 * record.nothing_selected:.2f}% of its steps "
                 "and revealed the most probable position instead."

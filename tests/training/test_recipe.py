@@ -76,6 +76,30 @@ def test_the_policies_of_a_recipe_are_the_heuristics():
     assert EvaluateRecipe().policies == ("iid", "top-prob", "margin")
 
 
+def test_any_rule_may_stand_in_a_recipe(tiny):
+    """Those that need a network too: whether there is one is seen when the run is evaluated."""
+    rules = ("threshold:0.9", "p2", "lo-arm", "reward:0.5", "learned(temperature=0.5)", "blocks(4,margin)")
+    recipe = load_recipe(tiny, [f"evaluate.policies={list(rules)}"])
+    assert recipe.evaluate.policies == rules
+    assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("threshold:2", "threshold"),
+        ("margin:1", "margin has no place for '1'"),
+        ("stochastic(margin)", "temperature missing; write it as stochastic(ORDER,TEMPERATURE)"),
+        ("blocks(4,margin", "cannot read the policy"),
+        ("blocks(4,lo-arm)", "blocks cannot hold lo-arm"),
+    ],
+)
+def test_a_rule_with_wrong_parameters(tiny, rule, expected):
+    message = refused(tiny, f"evaluate.policies=['iid', '{rule}']")
+    assert message.startswith("evaluate")
+    assert expected in message
+
+
 # --- what a good recipe becomes ---------------------------------------------------------------------------------------
 
 

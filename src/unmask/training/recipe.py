@@ -162,7 +162,10 @@ class EvaluateRecipe:
         from unmask.decoding.policies import check_policy  # here, because it imports torch and `--help` must not
 
         for policy in self.policies:
-            check_policy(policy)
+            try:
+                check_policy(policy)
+            except ValueError as error:
+                raise RecipeError(f"evaluate.policies: {error}") from None
 
 
 @dataclass(frozen=True)
