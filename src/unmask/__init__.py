@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unmask.decoding import policies
-    from unmask.decoding.generate import Generation, generate
+    from unmask.decoding.generate import Engine, Generation, generate
+    from unmask.decoding.tokens import TokenChoice
     from unmask.models.order_model import OrderModel
     from unmask.tasks import make_task
     from unmask.training.recipe import load_recipe
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "OrderModel": "unmask.models.order_model",
+    "Engine": "unmask.decoding.generate",
+    "TokenChoice": "unmask.decoding.tokens",
     "generate": "unmask.decoding.generate",
     "Generation": "unmask.decoding.generate",
     "make_task": "unmask.tasks",
@@ -36,8 +39,10 @@ except PackageNotFoundError:  # run from source, not installed
     __version__ = "source"
 
 __all__ = [
+    "Engine",
     "Generation",
     "OrderModel",
+    "TokenChoice",
     "generate",
     "load_recipe",
     "make_task",

@@ -34,7 +34,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = 0xFFFFFFFFFFFFFFFF
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
     """The 64 bits of `word` as the signed integer that torch.int64 holds."""
     word &= _WORD
     return word - (1 << 64) if word >> 63 else word
@@ -54,8 +54,8 @@ def _mix_word(h: int) -> int:
 
 
 def _mix(h: Tensor) -> Tensor:
-    h = (h ^ _shift_right(h, 30)) * _signed(0xBF58476D1CE4E5B9)
-    h = (h ^ _shift_right(h, 27)) * _signed(0x94D049BB133111EB)
+    h = (h ^ _shift_right(h, 30)) * signed(0xBF58476D1CE4E5B9)
+    h = (h ^ _shift_right(h, 27)) * signed(0x94D049BB133111EB)
     return h ^ _shift_right(h, 31)
 
 
@@ -63,13 +63,13 @@ def _hash(seed: int | Tensor, *words: int | Tensor) -> Tensor:
     """h of the formula above, in the broadcast shape of the words."""
     h = _mix(seed) if isinstance(seed, Tensor) else _mix_word(seed)
     for j, word in enumerate(words, start=1):
-        shifted = _mix(word + _signed(j * _GOLDEN)) if isinstance(word, Tensor) else _mix_word(int(word) + j * _GOLDEN)
+        shifted = _mix(word + signed(j * _GOLDEN)) if isinstance(word, Tensor) else _mix_word(int(word) + j * _GOLDEN)
         if isinstance(h, int) and isinstance(shifted, int):
             h = _mix_word(h ^ shifted)
         else:
-            one, other = (_signed(part) if isinstance(part, int) else part for part in (h, shifted))
+            one, other = (signed(part) if isinstance(part, int) else part for part in (h, shifted))
             h = _mix(torch.as_tensor(one ^ other))
-    return h if isinstance(h, Tensor) else torch.tensor(_signed(h))
+    return h if isinstance(h, Tensor) else torch.tensor(signed(h))
 
 
 def uniforms(seed: int | Tensor, *words: int | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -117,7 +117,7 @@ def test_chunks_of_the_projection_do_not_show(policy, monkeypatch):
 )
 def test_fixed_shapes_do_not_show(policy, batch_size, chunk, choice, uncompiled, monkeypatch):
     """The same tokens, steps and revisions, whatever idles; in one chunk or in many."""
-    monkeypatch.setitem(stepper.CHUNK, "cpu", chunk * V)
+    monkeypatch.setitem(stepper.CHUNK, "cpu", chunk * V * (4 if choice.temperature else 1))
     prompts = prompts_for(policy)[::-1]  # the longest first
     denoiser = Recorded(DENOISER)
     out = Engine(denoiser, policy, 6, choice, batch_size=batch_size, compile=True).generate(prompts, ids=IDS)
@@ -131,7 +131,7 @@ def test_fixed_shapes_do_not_show(policy, batch_size, chunk, choice, uncompiled,
 
 def test_rows_that_idle_are_not_projected(uncompiled, monkeypatch):
     """One prompt in a batch of three; then four, of which the last is alone: the rule has no say about idle rows."""
-    monkeypatch.setitem(stepper.CHUNK, "cpu", 4 * V)
+    monkeypatch.setitem(stepper.CHUNK, "cpu", 4 * 4 * V)
     for prompts in (1, 4):
         denoiser = Recorded(DENOISER)
         engine = Engine(denoiser, POLICIES["remdm-conf"], 6, SAMPLED, batch_size=3, compile=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unmask import streams
 from unmask.decoding.canvas import Canvas, blank_canvas
 from unmask.decoding.policies.rule import Policy
 from unmask.decoding.stepper import Denoiser, Stepper
@@ -27,7 +28,9 @@ class Generation:
     num_passes: Tensor  # [B]: denoiser passes that they cost it, guidance included
     nothing_selected: Tensor  # [B]: steps in which a selector chose nothing and the rule fell back
     attention: Tensor  # [B, L] bool: False on padding
-    num_forwards: int  # denoiser rows evaluated, all sequences together, idle rows of a compiled batch included
+    # Denoiser rows evaluated, all sequences together, idle rows of a compiled batch included; not what a compiled
+    # engine evaluates once to set itself up.
+    num_forwards: int
     memory_bytes: int  # what the rule kept between steps
 
 
@@ -183,7 +186,7 @@ class Engine:
                 active.slot = torch.arange(size, device=active.slot.device)
             stepper = Stepper(self.denoiser, self.policy, self.max_steps, self.choice, active, longest, self.compile)
             self._kept = (stepper, active) if self.compile else None
-        stepper.seed.fill_(seed)
+        stepper.seed.fill_(streams.signed(seed))
         return stepper, active
 
     @staticmethod

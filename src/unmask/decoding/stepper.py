@@ -23,6 +23,7 @@ from unmask.decoding.canvas import Canvas
 from unmask.decoding.confidence import confidence, log_probabilities
 from unmask.decoding.policies.rule import Decision, Policy, Step
 from unmask.decoding.tokens import TokenChoice
+from unmask.variational.posterior import full_precision
 
 # Numbers of one chunk of the projection, positions x vocabulary: large enough to keep the device busy, small enough to
 # stay in its caches (CPU) or out of the way of the weights (GPU).
@@ -196,10 +197,13 @@ class Stepper:
 
     def _measure(self, hidden: Tensor) -> None:
         """Everything that depends on the vocabulary."""
-        probe = self.denoiser.logits(hidden[0, :1])
+        probe, eos, mask = self.denoiser.logits(hidden[0, :1]), self.choice.eos_token_id, self.denoiser.mask_token_id
         V, device = probe.shape[-1], probe.device
+        if eos is not None and (not 0 <= eos < V or eos == mask):
+            raise ValueError(f"eos_token_id {eos} is not one of the {V} tokens that the denoiser writes")
         self.score_dtype = torch.promote_types(probe.dtype, torch.float32)
-        self.chunk = max(1, min(CHUNK.get(device.type, CHUNK["cuda"]) // V, self.batch * self.longest))
+        numbers = CHUNK.get(device.type, CHUNK["cuda"]) // (4 if self.choice.temperature else 1)  # sampling: float64
+        self.chunk = max(1, min(numbers // V, self.batch * self.longest))
         if "change" in self.policy.reads:
             self.previous = torch.zeros(self.batch, self.longest, V, dtype=self.score_dtype, device=device)
 
@@ -217,8 +221,9 @@ class Stepper:
         choice = self.choice
         logits = self.denoiser.logits(hidden.flatten(0, 1)[at])  # [m, V]
         if unguided is not None:
-            base = self.denoiser.logits(unguided.flatten(0, 1)[at])
-            logits = base + (1 + choice.guidance) * (logits - base)
+            base, logits = full_precision(self.denoiser.logits(unguided.flatten(0, 1)[at])), full_precision(logits)
+            guided = base + (1 + choice.guidance) * (logits - base)
+            logits = torch.where(base == -torch.inf, logits, guided)  # a token that is impossible without the prompt
         if choice.min_length:
             early = (canvas.place.flatten()[at] < choice.min_length)[:, None]
             is_eos = torch.arange(logits.shape[-1], device=logits.device) == choice.eos_token_id

@@ -48,12 +48,14 @@ def parse_policy(text: str, network: SelectorNetwork | None = None) -> Policy:
             if place >= len(positional):
                 raise ValueError(f"{text!r}: {usage(rule)} has no place for {argument!r}")
             name, value = positional[place].name, argument
+        elif not equals:
+            value = "true"
         name = name.strip()
         if name not in {p.name for p in parameters(rule)}:
             raise ValueError(f"{text!r}: {short} has no parameter {name!r}; write it as {usage(rule)}")
         if name in values:
             raise ValueError(f"{text!r}: {name} is given twice")
-        values[name] = _value(value.strip() if equals or value else "true", types[name], f"{text!r}: {name}", network)
+        values[name] = _value(value.strip(), types[name], f"{text!r}: {name}", network)
     missing = [p.name for p in positional if p.name not in values and default(p) is MISSING]
     if missing:
         raise ValueError(f"{text!r}: {' and '.join(missing)} missing; write it as {usage(rule)}")
