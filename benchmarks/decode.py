@@ -61,7 +61,7 @@ class Case:
 
 
 CASES = {
-    "cpu": Case(512, 8, 8, 1792, 32_000, 8, 64, 64, 16, torch.float32, "cpu", 2, dict.fromkeys(RULES, 1.25)),
+    "cpu": Case(512, 8, 8, 1792, 32_000, 8, 64, 64, 16, torch.float32, "cpu", 1, dict.fromkeys(RULES, 1.25)),
     "h200-85m": Case(
         *(768, 12, 12, 2048, 32_000, 64, 256, 256, 16, torch.bfloat16, "cuda", 7),
         bars={"top-prob": 1.5, "iid": 1.5, "learned": 1.3},
