@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from unmask.comparison import Result
     from unmask.decoding.policies import Policy
+    from unmask.decoding.stepper import Denoiser
     from unmask.decoding.tokens import TokenChoice
     from unmask.evaluation import Record
     from unmask.models.order_model import OrderModel
@@ -215,7 +217,8 @@ def policies() -> None:
     typer.echo(
         "\nA rule is written as its name alone (margin), with one value (threshold:0.9), or with several\n"
         "(klass(0.9,0.01,2), eb(0.1,order=margin), blocks(32,stochastic(margin,0.5))).\n"
-        "learned, lo-arm and reward decide by the run's own selector.\n"
+        "learned, lo-arm and reward decide by the run's own selector; the last two are decoding rules only,\n"
+        "and it was not trained for them.\n"
         "i: step from 0, S: budget of steps, N: size of the response, M: its masks, H_n: entropy,\n"
         "k_i: N div S, one more for the first N mod S steps, p_n: the denoiser's distribution at n, x_n: the token\n"
         "proposed there, c_n: its largest probability (confidence=sampled: that of x_n)."
@@ -240,7 +243,6 @@ def sample(
 ) -> None:
     """Generate, and show what was written when: every token is coloured by the step that revealed it."""
     import torch
-    from rich.markup import escape
 
     from unmask.decoding.generate import generate
     from unmask.decoding.policies import NetworkPolicy
@@ -253,40 +255,59 @@ def sample(
     budget = steps or (model.selector.budgets[0] if model.selector is not None else 4)
     truth = task.examples(torch.arange(num), "test")
     canvas = torch.where(truth.response, denoiser.mask_token_id, truth.tokens)
-    out = generate(
-        denoiser,
-        canvas,
-        rule,
-        budget,
-        seed=seed,
-        attention=truth.attention,
-        **vars(choice),
-    )
-    valid = task.valid(out.tokens, truth).tolist()
-    console = _console()
-    used = range(int(out.num_steps.max()))
-    console.print("step  " + "  ".join(f"[{_colour(i)}]{i}[/]" for i in used) + "   [dim]prompt[/]   · mask")
-    for row in range(num):
-        kept = out.attention[row]
-        words = [escape(task.vocabulary[token]) for token in out.tokens[row][kept].tolist()]
-        when = out.reveal_step[row][kept].tolist()
-        count = int(out.num_steps[row])
-        for i in range(count if trace else 0):
-            console.print(f"  {i}   " + _line(words, when, until=i))
-        mark = "valid" if valid[row] else "not valid"
-        console.print(f"  {'=' if trace else ' '}   {_line(words, when, until=count)}   {count} steps, {mark}")
+    console, watched = _console(), _Watched(denoiser)
+    for row in range(num):  # one by one, so that every pass is seen; a batch would give the same
+        watched.passes.clear()
+        out = generate(
+            watched,
+            canvas[row : row + 1],
+            rule,
+            budget,
+            seed=seed,
+            ids=torch.tensor([row]),
+            attention=truth.attention[row : row + 1],
+            **vars(choice),
+        )
+        kept, count = out.attention[0], int(out.num_steps)
+        valid = task.valid(out.tokens, truth.rows(row))[0]
+        if row == 0:
+            steps_shown = "  ".join(f"[{_colour(i)}]{i}[/]" for i in range(budget))
+            console.print(f"step  {steps_shown}   [dim]prompt[/]   · mask")
+        when = torch.full_like(out.tokens[0], -1)
+        for i, (before, after) in enumerate(pairwise([*watched.passes, out.tokens[0]])):
+            revealed = (before == denoiser.mask_token_id) & (after != denoiser.mask_token_id)
+            when = torch.where(revealed, i, when)
+            if trace:
+                console.print(f"  {i}   " + _line(after[kept].tolist(), when[kept].tolist(), task.vocabulary))
+        shown = _line(out.tokens[0][kept].tolist(), out.reveal_step[0][kept].tolist(), task.vocabulary)
+        verdict = "valid" if valid else "not valid"
+        console.print(f"  {'=' if trace else ' '}   {shown}   {count} steps, {verdict}")
 
 
-def _line(words: list[str], when: list[int], until: int) -> str:
-    """The sequence after step `until`, coloured by step; what is still masked is a dot."""
+class _Watched:
+    """A denoiser that keeps the canvas [L] of every pass over one sequence."""
+
+    def __init__(self, denoiser: Denoiser) -> None:
+        self.denoiser, self.mask_token_id, self.passes = denoiser, denoiser.mask_token_id, list[Any]()
+
+    def hidden(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
+        self.passes.append(tokens[0].clone())
+        return self.denoiser.hidden(tokens, attention)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.denoiser.logits(hidden)
+
+
+def _line(tokens: list[int], when: list[int], vocabulary: Sequence[str]) -> str:
+    """A sequence, every token coloured by the step that revealed it; what is masked is a dot."""
+    from rich.markup import escape
+
     shown = []
-    for word, step in zip(words, when, strict=True):
-        if step < 0:
-            shown.append(f"[dim]{word}[/]")
-        elif step > until:
-            shown.append("·".ljust(len(word)))
+    for token, step in zip(tokens, when, strict=True):
+        if token >= len(vocabulary):
+            shown.append("·")
         else:
-            shown.append(f"[{_colour(step)}]{word}[/]")
+            shown.append(f"[{'dim' if step < 0 else _colour(step)}]{escape(vocabulary[token])}[/]")
     return " ".join(shown)
 
 
@@ -380,11 +401,15 @@ def _evaluate_run(
     for rule in {rule.name: rule for rule in rules}.values():
         is_learned = isinstance(rule, NetworkPolicy)
         asked = budgets or settings.budgets or own or [task.length]
-        for budget in dict.fromkeys(own if is_learned and not (policies and budgets) else asked):
-            if budget < 1:
-                raise ValueError(f"--steps must be at least 1, got {budget}")
-            rule.check(budget, sizes)
-            (learned if is_learned else heuristics).append((rule, budget))
+        wanted = list(dict.fromkeys(own if is_learned and not (policies and budgets) else asked))
+        if wrong := [budget for budget in wanted if not 1 <= budget < 2**31]:
+            raise ValueError(f"--steps must be at least 1, got {wrong[0]}")
+        fitting = [budget for budget in wanted if _can_run(rule, budget, sizes)]
+        if not fitting:
+            rule.check(wanted[0], sizes)  # says why
+        if left_out := [str(budget) for budget in wanted if budget not in fitting]:
+            typer.echo(f"unmask: {rule.name} cannot run at {', '.join(left_out)} steps: left out", err=True)
+        (learned if is_learned else heuristics).extend((rule, budget) for budget in fitting)
     results, orders = run / "results.jsonl", run / "orders.jsonl"
     recorded = read_records(results) if results.exists() else []
     pictured, stream = read_orders(orders), VerdictFile(run / "verdicts.jsonl")

@@ -143,7 +143,7 @@ def _what_is_missing(mean_steps: float, points: Sequence[Result]) -> str:
     # A rule that takes a little less than its budget (iid) may need one step more.
     close = [p.record.budget for p in points if mean_steps - 1 <= p.mean_steps <= mean_steps + NEAR]
     first = max([floor, *close])
-    return f"evaluate it at {first} and {first + 1} steps"
+    return f"evaluate it at {first} and {first + 1} steps, if it can run there"
 
 
 def compare(evaluated: Sequence[Result]) -> list[Comparison]:

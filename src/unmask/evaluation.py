@@ -68,7 +68,7 @@ class Record:
     top_k: int = 0
     guidance: float = 0.0
     mean_passes: float | None = None  # denoiser passes a sequence, guidance included
-    mean_revisions: float | None = None  # re-maskings a response position; null where nothing was re-masked
+    mean_revisions: float | None = None  # re-maskings a response position; null for rules that never re-mask
 
     @property
     def diverse(self) -> bool:
@@ -137,7 +137,7 @@ def evaluate(
     """
     _check_examples(task, examples)
     policy.check(budget, response_sizes(task, examples))
-    asked = _asked(model, task, policy, budget, examples, choice, seed, label)
+    asked = _asked(model, task, policy, budget, examples, choice, seed, label, compile)
     chunks = stream.chunks(asked) if stream is not None and not again else []
     done = sum(len(chunk.valid) for chunk in chunks)
     if done:
@@ -151,7 +151,7 @@ def evaluate(
             stream.append(chunk)
     reveals = [row for chunk in chunks for row in chunk.reveal_step]
     order = Order(task.name, policy.name, budget, reveals, [list(group) for group in task.layout])
-    return Evaluation(_record(asked, chunks, task), order, verdicts_in(chunks))
+    return Evaluation(_record(asked, chunks, task, policy.remasks), order, verdicts_in(chunks))
 
 
 def _check_examples(task: Task, examples: int) -> None:
@@ -170,6 +170,7 @@ def _asked(
     choice: TokenChoice,
     seed: int,
     label: str,
+    compile: bool,
 ) -> Asked:
     selector = policy.network if isinstance(policy, NetworkPolicy) else None
     return Asked(
@@ -189,6 +190,7 @@ def _asked(
         denoiser=weights_hash(model.denoiser),
         seed=seed,
         device=device_name(next(model.parameters()).device),
+        compile=compile,
         selector_weights=weights_hash(selector) if isinstance(selector, nn.Module) else None,
         examples=_examples_hash(task.examples(torch.arange(min(examples, PICTURED)), "test")),
     )
@@ -221,7 +223,7 @@ def _evaluate_chunk(
     )
 
 
-def _record(asked: Asked, chunks: list[Chunk], task: Task) -> Record:
+def _record(asked: Asked, chunks: list[Chunk], task: Task, remasks: bool) -> Record:
     """What the chunks of a whole evaluation come to."""
     verdicts, examples = verdicts_in(chunks), asked.num_examples
     num_valid, num_steps = int(verdicts.valid.sum()), int(verdicts.steps.sum())
@@ -250,7 +252,7 @@ def _record(asked: Asked, chunks: list[Chunk], task: Task) -> Record:
         distinct_low=distinct_low,
         distinct_high=distinct_high,
         mean_passes=round(sum(chunk.num_passes for chunk in chunks) / examples, 4),
-        mean_revisions=round(revisions / sum(chunk.num_positions for chunk in chunks), 6) if revisions else None,
+        mean_revisions=round(revisions / sum(chunk.num_positions for chunk in chunks), 6) if remasks else None,
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from unmask.comparison import Comparison, Result, area, curves
@@ -129,7 +130,8 @@ def notes(records: Sequence[Record]) -> list[str]:
     """A sentence for each rule that sometimes selects nothing, or takes back what it wrote."""
     said = []
     for record in ordered(records):
-        if record.nothing_selected:
+        can_be_empty = record.selector == "bernoulli" and not record.policy.startswith("lo-arm")
+        if record.nothing_selected or (can_be_empty and record.nothing_selected is not None):
             said.append(
                 f"{row_name(record, records)} selected nothing in {100 * record.nothing_selected:.2f}% of its steps "
                 "and revealed the most probable position instead."
@@ -143,7 +145,8 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 COMPARISON_LEGEND = (
     "equal steps: the rule's score at the learned order's mean steps, interpolated linearly between its own nearest "
-    "numbers of steps. difference: learned less that, with a 95% interval from a paired bootstrap over examples. "
+    "numbers of steps. difference: learned less that, with a 95% interval from a paired bootstrap over examples (of no "
+    "width where all examples agree: look at the 95% intervals of the scores there). "
     "floor, max: the rule's score at the learned order's mean steps rounded down, and at the most steps that it took."
 )
 
@@ -234,9 +237,9 @@ def area_table(rows: Sequence[list[str]]) -> Table:
 
 def _table(title: str, caption: str = "") -> Table:
     return Table(
-        title=title,
+        title=escape(title),
         title_justify="left",
-        caption=caption,
+        caption=escape(caption),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -352,7 +355,7 @@ def _plot(lines: Sequence[Line]) -> Figure:
                 fontsize=8,
                 color=colour,
             )
-    axes.set_xlabel("mean steps (denoiser passes a sequence)")
+    axes.set_xlabel("mean steps a sequence")
     axes.set_ylabel("valid")
     axes.set_ylim(-0.03, 1.03)
     axes.set_xscale("log", base=2)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asked:
-    """What an evaluation was asked to do, as against what came out of it; records have all but the last two fields."""
+    """What an evaluation was asked to do, as against what came out of it; records lack the last three fields."""
 
     task: str
     split: str
@@ -37,12 +37,15 @@ class Asked:
     denoiser: str
     seed: int
     device: str
+    compile: bool
     selector_weights: str | None  # their hash: another order learned on the same denoiser is another evaluation
     examples: str  # hash of the first examples: so is another task of the same name
 
 
 # What tells two records apart; where all of it is the same, the later record replaces the earlier one.
-IDENTITY = tuple(field.name for field in fields(Asked) if field.name not in ("device", "selector_weights", "examples"))
+IDENTITY = tuple(
+    field.name for field in fields(Asked) if field.name not in ("device", "compile", "selector_weights", "examples")
+)
 
 
 @dataclass(frozen=True)

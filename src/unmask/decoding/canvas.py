@@ -52,10 +52,6 @@ class Canvas:
         for name in ("tokens", "reveal_step", "revisions", "index", "nothing_selected"):
             getattr(self, name)[finished.row[rows]] = getattr(finished, name)[rows]
 
-    def num_bytes(self) -> int:
-        """Of the rule's memory."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.memory.values())
-
 
 def blank_canvas(
     prompts: Tensor | Sequence[Tensor], attention: Tensor | None, ids: Tensor | None, mask_token_id: int
@@ -63,9 +59,11 @@ def blank_canvas(
     """Prompts as a canvas; those of different lengths are padded on the left."""
     tokens, attended = _rectangle(prompts, attention, mask_token_id)
     B, device = len(tokens), tokens.device
-    ids = torch.arange(B, device=device) if ids is None else ids.to(device)
+    ids = torch.arange(B, device=device) if ids is None else _whole_numbers(ids, "ids").to(device)
     if ids.shape != (B,):
-        raise ValueError(f"ids must name each of the {B} prompts once, got shape {list(ids.shape)}")
+        raise ValueError(f"ids must be one number for each of the {B} prompts, got shape {list(ids.shape)}")
+    if tokens.min() < 0:
+        raise ValueError(f"prompts hold token ids, got {int(tokens.min())}")
     response = (tokens == mask_token_id) & attended
     num_response = response.sum(-1)
     if not num_response.all():
@@ -97,17 +95,21 @@ def _rectangle(
     prompts: Tensor | Sequence[Tensor], attention: Tensor | None, mask_token_id: int
 ) -> tuple[Tensor, Tensor]:
     """Tokens [B, L] and attention [B, L] bool."""
-    if isinstance(prompts, Tensor):
+    if not isinstance(prompts, Sequence):
+        prompts = _whole_numbers(prompts, "prompts")
         if prompts.ndim != 2 or len(prompts) == 0:
             raise ValueError(f"prompts must be [B, L] with B >= 1, got shape {list(prompts.shape)}")
-        attention = torch.ones_like(prompts) if attention is None else attention.to(prompts.device)
+        attention = torch.ones_like(prompts) if attention is None else torch.as_tensor(attention).to(prompts.device)
         if attention.shape != prompts.shape:
             raise ValueError(f"attention has shape {list(attention.shape)}, the prompts have {list(prompts.shape)}")
-        return prompts.to(torch.long, copy=True), attention.bool()  # tokenizers give 0 and 1
+        return prompts.clone(), attention.bool()  # tokenizers give 0 and 1
     if len(prompts) == 0:
         raise ValueError("the list of prompts is empty: give at least one")
     if attention is not None:
         raise ValueError("a list of prompts is padded here: leave attention out")
+    prompts = [_whole_numbers(prompt, "a prompt") for prompt in prompts]
+    if any(prompt.ndim != 1 for prompt in prompts):
+        raise ValueError("a list of prompts holds one sequence of token ids each; give a [B, L] tensor instead")
     length = max(len(prompt) for prompt in prompts)
     # What stands on the padding is never attended to; the mask token is the one id that is sure to exist.
     tokens = torch.full((len(prompts), length), mask_token_id, device=prompts[0].device)
@@ -116,6 +118,17 @@ def _rectangle(
         tokens[row, length - len(prompt) :] = prompt
         attended[row, length - len(prompt) :] = True
     return tokens, attended
+
+
+def _whole_numbers(values: Any, what: str) -> Tensor:
+    """As int64: a hash of narrower integers would wrap elsewhere."""
+    try:
+        numbers = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{what} must be whole numbers, got {type(values).__name__}") from None
+    if numbers.numel() and (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool):
+        raise ValueError(f"{what} must be whole numbers, got {numbers.dtype}")
+    return numbers.long()
 
 
 def _pick(value: Any, rows: Tensor | slice) -> Any:

@@ -45,14 +45,15 @@ def spread(values: Tensor, at: Tensor) -> Tensor:
 def confidence(
     log_p: Tensor,  # [..., V]: log-probabilities
     wanted: frozenset[str] = FEATURES,  # keys of Confidence
-    highest: tuple[Tensor, Tensor] | None = None,  # the largest of log_p and its token, [...] each, where known
+    best: Tensor | None = None,  # [...]: the most probable token, where known
     proposal: Tensor | None = None,  # [...]
     current: Tensor | None = None,  # [...]
     previous: Tensor | None = None,  # [..., V]: log-probabilities at the pass before
 ) -> Confidence:
     """All that is wanted about the distributions log_p."""
     said: Confidence = {}
-    log_top, best = log_p.max(-1) if highest is None else highest
+    best = log_p.argmax(-1) if best is None else best
+    log_top = log_p.gather(-1, best[..., None])[..., 0]
     if "log_top" in wanted:
         said["log_top"] = log_top
     if "margin" in wanted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from unmask import streams
 from unmask.decoding.canvas import Canvas, blank_canvas
+from unmask.decoding.confidence import Confidence
 from unmask.decoding.policies.rule import Policy
 from unmask.decoding.stepper import Denoiser, Stepper
 from unmask.decoding.tokens import TokenChoice
@@ -85,10 +87,14 @@ class Engine:
         batch_size: int | None = None,
         compile: bool = False,
     ) -> None:
-        if max_steps < 1:
-            raise ValueError(f"max_steps must be at least 1, got {max_steps}")
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if not isinstance(policy, Policy):
+            raise ValueError(f"policy must be a rule such as unmask.policies.Margin(), got {policy!r}")
+        for name, number in (("max_steps", max_steps), ("batch_size", 1 if batch_size is None else batch_size)):
+            if not hasattr(number, "__index__") or not 1 <= number < 2**31:
+                raise ValueError(f"{name} must be a whole number from 1 on, got {number}")
+        if unknown := policy.reads - Confidence.__annotations__.keys():
+            known = ", ".join(Confidence.__annotations__)
+            raise ValueError(f"{policy.name} reads {', '.join(sorted(unknown))}; a rule can read {known}")
         self.denoiser, self.policy, self.max_steps = denoiser, policy, max_steps
         self.choice, self.batch_size, self.compile = choice or TokenChoice(), batch_size, compile
         self._kept: tuple[Stepper, Canvas] | None = None
@@ -103,9 +109,11 @@ class Engine:
         on_finished: Callable[[int], None] = lambda sequences: None,
     ) -> Generation:
         """As `unmask.generate`."""
-        # Inference mode launches kernels faster.  Its tensors cannot take part in training, so what leaves are copies.
-        with torch.inference_mode():
-            result = self._generate(prompts, seed, ids, attention, on_finished)
+        # Inference mode launches kernels faster.  Its tensors cannot take part in training: what leaves are copies, and
+        # a model that might keep one for later, such as a table that it fills in when it first needs it, goes without.
+        keeps_nothing = getattr(self.denoiser, "keeps_no_tensors", False)
+        with torch.inference_mode() if keeps_nothing else torch.no_grad():
+            result = self._generate(prompts, operator.index(seed), ids, attention, on_finished)
         copies: dict[str, Any] = {name: value.clone() for name, value in vars(result).items() if torch.is_tensor(value)}
         return replace(result, **copies)
 
@@ -119,7 +127,6 @@ class Engine:
     ) -> Generation:
         whole = blank_canvas(prompts, attention, ids, self.denoiser.mask_token_id)
         self.policy.check(self.max_steps, whole.num_response)
-        whole.memory = self.policy.remember(len(whole), whole.tokens.shape[1], whole.tokens.device)
         sizes, total = whole.num_response.tolist(), len(whole)
         stepper, active = self._start(whole, seed)
         # What the host knows of each row of the batch: the sequence that it holds, None if it idles, and its steps.
@@ -148,7 +155,9 @@ class Engine:
             for row, sequence in zip_longest(done, fresh):
                 rows[row], steps[row] = sequence, 0
             if fresh:
-                active.put(slots[: len(fresh)], whole.take(slice(fresh.start, fresh.stop)))
+                entering = whole.take(slice(fresh.start, fresh.stop))
+                self._clear_memory(entering)
+                active.put(slots[: len(fresh)], entering)
             active.live[slots[len(fresh) :]] = False
             if not self.compile and len(fresh) < len(done):  # and where none is waiting, finished rows leave the batch
                 active = active.take(active.live.nonzero()[:, 0])
@@ -175,6 +184,7 @@ class Engine:
         elif self.compile and len(whole) < size:  # fixed shapes: the rows that are missing idle
             active = whole.take(torch.arange(size, device=whole.row.device).clamp(max=len(whole) - 1))
             active.live[len(whole) :], active.masked[len(whole) :] = False, False
+        self._clear_memory(active)
         longest = int(whole.num_response.max())
         if self._kept is not None and self._fits(*self._kept, active, longest):
             stepper, kept = self._kept
@@ -188,6 +198,11 @@ class Engine:
             self._kept = (stepper, active) if self.compile else None
         stepper.seed.fill_(streams.signed(seed))
         return stepper, active
+
+    def _clear_memory(self, canvas: Canvas) -> None:
+        """The rule's memory as it is before a first step."""
+        rows, length = canvas.tokens.shape
+        canvas.memory = self.policy.remember(rows, length, canvas.tokens.device)
 
     @staticmethod
     def _fits(stepper: Stepper, kept: Canvas, active: Canvas, longest: int) -> bool:

@@ -5,7 +5,8 @@ are read are projected.  Static, shapes stand still: the batch keeps its size, p
 pieces go through torch.compile, and on a GPU a whole step is one CUDA graph, one for each number of chunks.
 
 A small model decodes as fast as its host can launch kernels, so the eager step is thrifty with them: what the host
-knows (which step a row is at) is not computed on the device, and the device is waited for once a step.
+knows (which step a row is at) is not computed on the device, and the device is waited for twice a step: for the
+positions to read, before the pass, and for the status, behind it.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class Stepper:
         self.batch, self.length = canvas.tokens.shape
         self.longest = longest
         self.chunk = 0  # positions; set by the first pass, which shows V
+        # A rule may look at nothing by which one sees that logits are sound.
+        self.wanted = policy.reads | ({"log_top"} if policy.reads and not policy.reads & set(_FINITE) else set())
         self.previous = torch.empty(0)  # log p of the last pass [slot, response position, V], where a rule reads KL
         self.status = torch.empty(0)  # [?, b]: what the host must know after a step
         self.status_names: tuple[str, ...] = ()
@@ -124,7 +127,14 @@ class Stepper:
 
     def num_bytes(self, canvas: Canvas) -> int:
         """What the rule has the loop keep between steps."""
-        return canvas.num_bytes() + self.previous.numel() * self.previous.element_size()
+        kept = [*canvas.memory.values(), self.previous]
+        if self._remembers_reveals:
+            kept.append(canvas.log_reveal)
+        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+
+    @property
+    def _remembers_reveals(self) -> bool:
+        return self.policy.remasks and "log_proposal" in self.wanted
 
     # --- one step, in two ways ----------------------------------------------------------------------------------------
 
@@ -136,7 +146,7 @@ class Stepper:
         elif not self.policy.reads:  # the rule does not ask the denoiser: only what it reveals is projected
             decision = self._decide(canvas, last)
         at = self._read_at(canvas) if decision is None else decision.reveal
-        wanted = self.policy.reads if decision is None else NOTHING
+        wanted = self.wanted if decision is None else NOTHING
         places = at.flatten().nonzero()[:, 0]  # waits for the device: before the pass, not behind it
         hidden, unguided = self._passes(canvas)
         if not self.chunk:
@@ -160,7 +170,7 @@ class Stepper:
         places, proposal, values, last = self.locate(canvas)
         for part in places[: chunks * self.chunk].split(self.chunk) if chunks else ():  # type: ignore[no-untyped-call]
             self.read(canvas, hidden, unguided, part, proposal, values)
-        names, shape = tuple(sorted(self.policy.reads)) or ("peak",), canvas.tokens.shape
+        names, shape = tuple(sorted(self.wanted)) or ("peak",), canvas.tokens.shape
         said = dict(zip(names, values.view(-1, *shape).unbind(), strict=True))
         self.settle(canvas, hidden, proposal.view(shape), said, None, last)
 
@@ -201,10 +211,12 @@ class Stepper:
         V, device = probe.shape[-1], probe.device
         if eos is not None and (not 0 <= eos < V or eos == mask):
             raise ValueError(f"eos_token_id {eos} is not one of the {V} tokens that the denoiser writes")
+        self.masks_itself = mask < V  # then the mask token is one of the head's, and must never be written
+        self.mask = torch.tensor([mask], device=device)
         self.score_dtype = torch.promote_types(probe.dtype, torch.float32)
         numbers = CHUNK.get(device.type, CHUNK["cuda"]) // (4 if self.choice.temperature else 1)  # sampling: float64
         self.chunk = max(1, min(numbers // V, self.batch * self.longest))
-        if "change" in self.policy.reads:
+        if "change" in self.wanted:
             self.previous = torch.zeros(self.batch, self.longest, V, dtype=self.score_dtype, device=device)
 
     def _bad_row(self, places: Tensor, peaks: Tensor) -> int:
@@ -228,27 +240,25 @@ class Stepper:
             early = (canvas.place.flatten()[at] < choice.min_length)[:, None]
             is_eos = torch.arange(logits.shape[-1], device=logits.device) == choice.eos_token_id
             logits = torch.where(early & is_eos, -torch.inf, logits)
-        if wanted:
-            log_p = log_probabilities(logits)
-            highest = log_p.max(-1)
-        else:
-            log_p, highest = logits, logits.max(-1)
-        proposal = highest.indices
+        if self.masks_itself:
+            logits = logits.index_fill(-1, self.mask, -torch.inf)
+        peak, best = logits.max(-1)
+        proposal = best
         if choice.temperature > 0:
             row = at // self.length
             words = canvas.index[row], canvas.id[row], canvas.position.flatten()[at]
             uniforms = streams.uniforms(self.seed, streams.Purpose.TOKEN, *words, dtype=torch.float64)
             proposal = choice.propose(logits, uniforms)
         if not wanted:
-            return Reading(proposal, highest.values[None], ("peak",))
-        current = previous = None
+            return Reading(proposal, peak[None], ("peak",))
+        log_p, current, previous = log_probabilities(logits), None, None
         if "log_current" in wanted:  # the mask token is no token: where it stands, nobody looks at this
             current = canvas.tokens.flatten()[at].clamp(max=logits.shape[-1] - 1)
         if "change" in wanted:
             kept = canvas.slot[at // self.length], canvas.place.flatten()[at].clamp(min=0)
             previous = self.previous[kept]
             self.previous[kept] = log_p
-        said: dict[str, Tensor] = confidence(log_p, wanted, highest, proposal, current, previous)  # type: ignore[assignment]
+        said: dict[str, Tensor] = confidence(log_p, wanted, best, proposal, current, previous)  # type: ignore[assignment]
         names = tuple(sorted(wanted))
         values = torch.stack([said[name] for name in names]) if len(names) > 1 else said[names[0]][None]
         return Reading(proposal, values, names)
@@ -268,14 +278,14 @@ class Stepper:
         places = torch.zeros(size + 1, dtype=torch.long, device=at.device).scatter_(0, target, everywhere)
         last = (count.sum() - 1).clamp(min=0)
         places = places[torch.arange(size, device=at.device).clamp(max=last)]
-        values = torch.zeros(max(1, len(self.policy.reads)), at.numel(), dtype=self.score_dtype, device=at.device)
+        values = torch.zeros(max(1, len(self.wanted)), at.numel(), dtype=self.score_dtype, device=at.device)
         return places, canvas.tokens.flatten().clone(), values, (canvas.index == self.last)[:, None]
 
     def _read_into(
         self, canvas: Canvas, hidden: Tensor, unguided: Tensor | None, at: Tensor, proposal: Tensor, values: Tensor
     ) -> None:
         """`_read`, into the room that `_locate` made."""
-        found = self._read(canvas, hidden, unguided, at, self.policy.reads)
+        found = self._read(canvas, hidden, unguided, at, self.wanted)
         proposal[at], values[:, at] = found.proposal, found.values.to(values.dtype)
 
     def _decide(self, canvas: Canvas, last: Tensor | None, **seen: Any) -> Decision:
@@ -314,9 +324,11 @@ class Stepper:
         masked = canvas.masked ^ reveal
         tokens = torch.where(reveal, proposal, canvas.tokens)
         reveal_step = torch.where(reveal, canvas.index[:, None], canvas.reveal_step)
-        if "log_proposal" in said and self.policy.remasks:
+        if "log_proposal" in said and self._remembers_reveals:
             self._set(canvas, "log_reveal", torch.where(reveal, said["log_proposal"], canvas.log_reveal))
         if decision.remask is not None:
+            if not self.policy.remasks:
+                raise ValueError(f"{self.policy.short} masks again what was revealed: it must declare `remasks = True`")
             remask = decision.remask & canvas.response & ~canvas.masked & canvas.live[:, None]
             remask = remask if last is None else remask & ~last
             masked = masked | remask
@@ -340,7 +352,7 @@ class Stepper:
             status["stopped"] = stopped
         # A sum is finite exactly where all of it is.
         if self.peaks is not None:
-            sound = self.peaks[1].sum().expand_as(canvas.index)
+            sound = self.peaks[1].sum(dtype=self.score_dtype).expand_as(canvas.index)
         else:
             sound = next(said[name] for name in _FINITE if name in said).sum(-1)
         status |= {"masks": masked.sum(-1), "logits": sound}

@@ -32,6 +32,11 @@ class TokenChoice:
     stop_at_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "min_length"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name} must be a whole number, got {getattr(self, name)!r}")
+        if not (self.eos_token_id is None or type(self.eos_token_id) is int):
+            raise ValueError(f"eos_token_id must be a whole number, got {self.eos_token_id!r}")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must not be negative and must be finite, got {self.temperature}")
         if not 0 < self.top_p <= 1:

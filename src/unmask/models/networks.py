@@ -20,6 +20,8 @@ class Denoiser(nn.Module):
     There is no time input (as SMDM and LLaDA): how much is masked says it.
     """
 
+    keeps_no_tensors = True  # no pass leaves a tensor behind in the module: safe in inference mode
+
     def __init__(self, config: BackboneConfig, vocab_size: int, tied_head: bool = False) -> None:
         super().__init__()
         self.vocab_size = vocab_size

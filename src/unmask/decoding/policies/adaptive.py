@@ -18,6 +18,11 @@ from unmask.decoding.policies.ranked import (
 from unmask.decoding.policies.rule import Decision, Policy, Step, Which, descending, first, highest, require, written
 
 
+def rounding(values: Tensor) -> float:
+    """What is equal up to this is equal: p = 0.9 comes out of a softmax as 0.9 minus a rounding."""
+    return 8 * torch.finfo(values.dtype).eps
+
+
 @dataclass(frozen=True)
 class Threshold(Policy):
     """All masks with c_n >= threshold; if there is none, the one with the largest c_n (Fast-dLLM)."""
@@ -38,7 +43,7 @@ class Threshold(Policy):
     def decide(self, step: Step) -> Decision:
         log_c = step.log_c(self.confidence)
         best = highest(log_c, step.masked, torch.ones_like(step.index))
-        return Decision(best | (step.masked & (log_c >= math.log(self.threshold))))
+        return Decision(best | (step.masked & (log_c >= math.log(self.threshold) - rounding(log_c))))
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Factor(Policy):
         order = descending(log_c, step.masked)
         c = log_c.gather(-1, order).exp()  # [b, L]: from the largest
         r = torch.arange(1, c.shape[-1] + 1, dtype=c.dtype, device=c.device)
-        sure = (c >= 1 - self.factor / (r + 1)) | (r == 1)
+        sure = (c >= 1 - self.factor / (r + 1) - rounding(c)) | (r == 1)
         return Decision(step.masked & first(order, sure.long().cumprod(-1).sum(-1)))
 
 
@@ -97,7 +102,9 @@ class EntropyBounded(Policy):
         H = torch.where(step.masked, step.said["entropy"], 0.0).gather(-1, order)  # [b, L]
         lost = H.cumsum(-1) - H.cummax(-1).values
         alone = torch.arange(H.shape[-1], device=H.device) == 0
-        return Decision(step.masked & first(order, ((lost <= self.gamma) | alone).long().cumprod(-1).sum(-1)))
+        return Decision(
+            step.masked & first(order, ((lost <= self.gamma + rounding(H)) | alone).long().cumprod(-1).sum(-1))
+        )
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ class KLStable(Policy):
     def __post_init__(self) -> None:
         require(0 <= self.tau < 1, f"klass: tau must be at least 0 and below 1, got {self.tau}")
         require(0 < self.eps < float("inf"), f"klass: eps must be above 0, got {self.eps}")
-        require(self.h >= 1, f"klass: h must be at least 1, got {self.h}")
+        require(type(self.h) is int and self.h >= 1, f"klass: h must be at least 1, got {self.h!r}")
         check_confidence(self.confidence)
 
     @property
@@ -133,6 +140,6 @@ class KLStable(Policy):
         still = (step.said["change"] < self.eps) & (step.index > 0)[:, None]  # the first pass has none before it
         stable = torch.where(still, step.memory["stable"] + 1, 0)
         log_tau = math.log(self.tau) if self.tau else -math.inf
-        sure = step.masked & (log_c > log_tau) & (stable >= self.h)
+        sure = step.masked & (log_c > log_tau + rounding(log_c)) & (stable >= self.h)
         counted = highest(log_c, step.masked, step.count())
         return Decision(torch.where(sure.any(-1, keepdim=True), sure, counted), memory={"stable": stable})

@@ -61,7 +61,7 @@ class Policy:
     """An unmasking rule: a frozen dataclass whose fields are its parameters.
 
     `name` is how the command line writes it: positional parameters always, keyword-only ones where they differ from
-    their default.  `parse_policy(rule.name)` gives the rule back.
+    their default.  `parse_policy(rule.name)` gives a rule of `RULES` back.
     """
 
     short: ClassVar[str]

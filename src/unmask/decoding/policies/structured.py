@@ -50,7 +50,7 @@ class Blocks(Policy):
     inner: Policy
 
     def __post_init__(self) -> None:
-        require(self.size >= 1, f"blocks: the size must be at least 1, got {self.size}")
+        require(type(self.size) is int and self.size >= 1, f"blocks: the size must be at least 1, got {self.size!r}")
         require(isinstance(self.inner, Policy), f"blocks needs a rule such as margin, not {self.inner!r}")
         inside = not (self.inner.remasks or isinstance(self.inner, Blocks | NetworkPolicy))
         require(inside, f"blocks cannot hold {self.inner.name}: give a rule that never re-masks and needs no network")
