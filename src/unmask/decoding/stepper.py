@@ -157,11 +157,11 @@ class Stepper:
             parts = [self._read(canvas, hidden, unguided, part, wanted) for part in places.split(self.chunk)]  # type: ignore[no-untyped-call]
             proposals, columns, names = zip(*parts, strict=True)
             reading = Reading(torch.cat(proposals), torch.cat(columns, dim=-1), names[0])
-        proposal, said = canvas.tokens.flatten().index_put((places,), reading.proposal), {}
+        proposal, said = canvas.tokens.flatten().scatter(0, places, reading.proposal), {}
         self.peaks = None if wanted else (places, reading.values[0])
         if wanted:
             values = reading.values.new_zeros(len(reading.names), proposal.numel())
-            values[:, places] = reading.values
+            values.scatter_(1, places.expand_as(reading.values), reading.values)
             said = dict(zip(reading.names, values.view(-1, *at.shape).unbind(), strict=True))
         self._settle(canvas, hidden, proposal.view_as(at), said, decision, last)
 
@@ -231,9 +231,12 @@ class Stepper:
     ) -> Reading:
         """Proposal and confidence at the places `at` [m] of the flattened canvas."""
         choice = self.choice
-        logits = self.denoiser.logits(hidden.flatten(0, 1)[at])  # [m, V]
+        logits = self.denoiser.logits(hidden.flatten(0, 1).index_select(0, at))  # [m, V]
         if unguided is not None:
-            base, logits = full_precision(self.denoiser.logits(unguided.flatten(0, 1)[at])), full_precision(logits)
+            base, logits = (
+                full_precision(self.denoiser.logits(unguided.flatten(0, 1).index_select(0, at))),
+                full_precision(logits),
+            )
             guided = base + (1 + choice.guidance) * (logits - base)
             logits = torch.where(base == -torch.inf, logits, guided)  # a token that is impossible without the prompt
         if choice.min_length:
