@@ -587,7 +587,40 @@ def test_with_explicit_steps_only_those(call, run):
     code, text, _ = call("evaluate", run, "--policy", "learned", "--policy", "margin", "--steps", "2")
     assert code == 0
     assert [(r["policy"], r["budget"]) for r in json_lines(run / "results.jsonl")[7:]] == [("margin", 2)]
-    assert "Not comparable: margin: evaluate it at 1 and 2 steps." in " ".join(text.split())
+    assert "Not comparable: margin: evaluate it at 1 and 2 steps, if it can run there." in " ".join(text.split())
+
+
+def test_budgets_that_a_rule_cannot_run_at_are_left_out(call, refused, run):
+    """In one line, and only of that rule; where none fits, it is an error (WRONG_OPTIONS)."""
+    rules = ["--policy", "blocks(1,margin)", "--policy", "iid"]
+    code, _, err = call("evaluate", run, *rules, "--steps", "2", "--steps", "4", "--steps", "3")
+    assert code == 0
+    assert err.splitlines() == ["unmask: blocks(1,margin) cannot run at 2, 3 steps: left out"]
+    new = [(r["policy"], r["budget"]) for r in json_lines(run / "results.jsonl")[7:]]
+    # iid ran at 2 and 4 before
+    assert new == [("blocks(1,margin)", 4), ("iid", 3)]
+    code, _, err = call("evaluate", run, "--policy", "blocks(1,entropy)")  # the recipe's budgets: 2 and 4
+    assert code == 0
+    assert err == "unmask: blocks(1,entropy) cannot run at 2 steps: left out\n"
+    code, _, err = call("evaluate", run, "--policy", "learned", "--steps", "2", "--steps", "3")
+    assert (code, err) == (0, "unmask: learned cannot run at 3 steps: left out\n")
+    before = contents(run)
+    assert "at least 4 steps, not 2" in refused(
+        "evaluate", run, "--policy", "blocks(1,margin)", "--steps", "2", "--steps", "3"
+    )
+    assert contents(run) == before
+
+
+def test_a_run_named_with_square_brackets(base, call, tmp_path):
+    run = shutil.copytree(base / "frozen", tmp_path / "de[red]mo")
+    for command in (["evaluate", run], ["evaluate", run, "--bound", "--examples", "4"], ["sample", run]):
+        code, text, _ = call(*command)
+        assert code == 0
+        assert "[/]" not in text
+        if command[1:] == [run] and command[0] == "evaluate":
+            assert "de[red]mo, groups: 4 tokens" in " ".join(text.split())
+    assert call("report", run)[0] == 0
+    assert "de[red]mo, groups" in (run / "report.html").read_text()
 
 
 def test_without_steps_the_learned_order_keeps_its_own(call, run):
@@ -722,6 +755,24 @@ def test_sample_trace_prints_every_step(call, run):
         for earlier, later in pairwise(steps):
             for was, now in zip(earlier.split()[1:], later.split()[1:], strict=True):
                 assert was in ("·", now), "what is revealed stays"
+
+
+def test_sample_trace_shows_what_is_masked_again(call, run):
+    """p2 takes back what it wrote: the real canvases, with as many dots as its schedule leaves masked."""
+    code, text, _ = call("sample", run, "--trace", "--num", "20", "--policy", "p2", "--steps", "4")
+    assert code == 0
+    lines, again = text.splitlines()[1:], 0
+    assert len(lines) == 20 * (4 + 1)
+    for sequence in range(20):
+        *steps, result = (line.split() for line in lines[5 * sequence : 5 * sequence + 5])
+        assert [step[0] for step in steps] == ["0", "1", "2", "3"]
+        assert [step.count("·") for step in steps] == [3, 2, 1, 0]
+        assert result[:5] == ["=", *steps[-1][1:]]
+        for earlier, later in pairwise(steps):
+            for was, now in zip(earlier[1:], later[1:], strict=True):
+                assert was in ("·", now) or now == "·", "exchanged only by way of the mask"
+                again += was != "·" and now == "·"
+    assert again > 0
 
 
 def test_sample_is_repeatable(call, run):

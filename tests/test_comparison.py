@@ -156,17 +156,17 @@ def test_points_too_far_apart_are_not_interpolated():
     found = at_equal_steps(1.75, curve)
     assert found.score is None
     assert found.by_example is None
-    assert found.missing == "evaluate it at 1 and 2 steps"
+    assert found.missing == "evaluate it at 1 and 2 steps, if it can run there"
     assert at_equal_steps(1.75, [result(budget=1), result(budget=2)]).score == 0, "one step apart is near enough"
 
 
 @pytest.mark.parametrize(
     ("budgets", "mean_steps", "expected"),
     [
-        ([2], 1.75, "evaluate it at 1 and 2 steps"),
-        ([1], 1.75, "evaluate it at 1 and 2 steps"),
-        ([4, 8], 2.5, "evaluate it at 2 and 3 steps"),
-        ([4], 5, "evaluate it at 5 and 6 steps"),
+        ([2], 1.75, "evaluate it at 1 and 2 steps, if it can run there"),
+        ([1], 1.75, "evaluate it at 1 and 2 steps, if it can run there"),
+        ([4, 8], 2.5, "evaluate it at 2 and 3 steps, if it can run there"),
+        ([4], 5, "evaluate it at 5 and 6 steps, if it can run there"),
     ],
 )
 def test_what_is_missing_is_said(budgets, mean_steps, expected):
@@ -176,7 +176,7 @@ def test_what_is_missing_is_said(budgets, mean_steps, expected):
 def test_a_rule_a_little_below_its_budget_needs_one_step_more():
     """iid takes 1.875 steps of 2: for the score at 2 steps its budget of 3 is needed, and the table says so."""
     iid = [result("iid", 1), result("iid", 2, steps=[1] + [2] * 7)]
-    assert at_equal_steps(2, iid).missing == "evaluate it at 2 and 3 steps"
+    assert at_equal_steps(2, iid).missing == "evaluate it at 2 and 3 steps, if it can run there"
     assert at_equal_steps(2, [*iid, result("iid", 3, "11111111", steps=[2, 3] * 4)]).score == pytest.approx(0.2)
 
 

@@ -351,30 +351,38 @@ def test_compiled_records_are_eager_ones(monkeypatch, uncompiled, name, choice):
     assert dataclasses.replace(compiled.record, **same) == dataclasses.replace(eager.record, **same)
 
 
-def test_an_evaluation_may_be_finished_by_a_compiled_one(tmp_path, uncompiled, monkeypatch):
-    """`compile` is how, not what: verdicts of an eager evaluation are kept."""
+def test_an_eager_evaluation_is_not_finished_by_a_compiled_one(tmp_path, uncompiled, monkeypatch):
+    """Rounding may differ between the two: a compiled one starts anew, and the eager one can still be finished."""
     monkeypatch.setattr(evaluation, "CHUNK", 20)
     model, policy = learned_model()
     path = tmp_path / "verdicts.jsonl"
     whole, _ = run(model, policy, 2, stream=VerdictFile(path))
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]))
-    resumed, _ = run(model, policy, 2, stream=VerdictFile(path), compile=True)
+    compiled, _ = run(model, policy, 2, stream=VerdictFile(path), compile=True)
     assert uncompiled
     same = {"seconds": 0.0, "num_forwards": 0}
-    assert dataclasses.replace(resumed, **same) == dataclasses.replace(whole, **same)
+    assert dataclasses.replace(compiled, **same) == dataclasses.replace(whole, **same)
+
+    def lines():
+        return [(line["asked"]["compile"], line["first"]) for line in json_lines(path)]
+
+    assert lines() == [(False, 0), (True, 0), (True, 20), (True, 40)]
+    resumed, _ = run(model, policy, 2, stream=VerdictFile(path))
+    assert lines()[4:] == [(False, 20), (False, 40)]
+    assert dataclasses.replace(resumed, seconds=0.0) == dataclasses.replace(whole, seconds=0.0)
 
 
 # --- what a record says of rules of every kind ------------------------------------------------------------------------
 
 
 def test_re_masking_is_counted_a_position():
-    """And null where nothing was re-masked, be it that the rule never does or that it had no occasion."""
+    """Null for rules that never re-mask; 0 for one that does and had no occasion."""
     model, policy = learned_model()
     record, _ = run(model, P2(), 4)
     assert (record.policy, record.trained_budget, record.selector) == ("p2", None, None)
     assert 0 < record.mean_revisions < 4
     assert (record.min_steps, record.max_steps, record.mean_passes) == (4, 4, 4), "it runs all of its steps"
-    assert run(model, P2(), 1)[0].mean_revisions is None
+    assert run(model, P2(), 1)[0].mean_revisions == 0.0
     for rule, budget in ((TopProbability(), 4), (Threshold(), 4), (policy, 2)):
         assert run(model, rule, budget)[0].mean_revisions is None
 

@@ -264,6 +264,13 @@ def test_the_table_says_title_and_caption():
     assert "The order was learned jointly." in text
 
 
+def test_square_brackets_are_no_markup():
+    """In the name of a run, as in all that is told below a table."""
+    text = " ".join(printed(table(RECORDS, "de[red]mo [/], groups", "By [bold]others[/bold].")).split())
+    assert "de[red]mo [/], groups" in text
+    assert "By [bold]others[/bold]." in text
+
+
 BOUND = BoundReport(
     budget=2,
     num_examples=100,
@@ -325,7 +332,7 @@ def test_what_cannot_be_compared_is_said_instead_of_a_number():
     text = printed(comparison_table([*COMPARED, *FAR], [LEARNED]))
     row = next(line.split() for line in text.splitlines() if line.strip().startswith("margin"))
     assert row == ["margin", "not", "comparable", "–", "–", "–", "–"]
-    assert "Not comparable: margin: evaluate it at 1 and 2 steps." in " ".join(text.split())
+    assert "Not comparable: margin: evaluate it at 1 and 2 steps, if it can run there." in " ".join(text.split())
     assert "not comparable" not in printed(comparison_table(COMPARED, [LEARNED])).lower()
 
 
@@ -367,6 +374,9 @@ def test_where_a_selector_chose_nothing_is_said_only_of_it():
     assert sentence.startswith("reward:1, T = 2 selected nothing in 50.00% of its steps"), (
         "whatever the selector's form"
     )
+    never = dataclasses.replace(LEARNED, selector="bernoulli", nothing_selected=0.0)
+    (sentence,) = notes([never])
+    assert sentence.startswith("learned, T = 2 selected nothing in 0.00% of its steps"), "it could have"
     one_at_a_time = dataclasses.replace(LEARNED, policy="lo-arm", selector="bernoulli", nothing_selected=0.0)
     assert notes([one_at_a_time]) == [], "it always selects something"
     assert "selected nothing in 1.23%" in " ".join(printed(table([paper], "", "")).split())
@@ -587,7 +597,7 @@ def test_the_page_tells_the_comparison(tmp_path):
     cells = Page(text).cells
     for part in (*comparison_headings(COMPARED[0]), *comparison_columns(COMPARED[0]), *AREA_HEADINGS, "1.00–2.00"):
         assert part in cells
-    assert "Not comparable: margin: evaluate it at 1 and 2 steps." in text
+    assert "Not comparable: margin: evaluate it at 1 and 2 steps, if it can run there." in text
     assert "selected nothing in 1.23% of its steps" in text
     assert text.index("which denoiser") < text.index("equal steps")
 

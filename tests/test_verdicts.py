@@ -238,12 +238,14 @@ def test_a_changed_selector_never_meets_old_verdicts(tmp_path, monkeypatch):
         {"choice": TokenChoice(temperature=1.0, top_k=2)},
         {"choice": TokenChoice(temperature=1.0, guidance=0.5)},
         {"choice": TokenChoice(temperature=1.0, eos_token_id=0, min_length=1)},
+        {"compile": True},
         {"task": Groups(groups=2, group_size=2, symbols=3, seed=1)},
         {"model": learned_model()[0].float()},
     ],
     ids=lambda change: next(iter(change)),
 )
 def test_whatever_is_asked_otherwise_is_done(tmp_path, monkeypatch, change):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     asked = {"model": learned_model()[0], "policy": IID(), "budget": 2, **change}
     path = tmp_path / "verdicts.jsonl"
     with torch.no_grad():
@@ -264,7 +266,7 @@ def test_a_record_says_all_that_was_asked(model):
     assert (record.temperature, record.top_p, record.top_k, record.guidance) == (0.7, 0.9, 2, 0.5)
     assert record.eos_policy == "min-length:1,stop"
     names = {field.name for field in dataclasses.fields(Asked)}
-    assert names - set(IDENTITY) == {"device", "selector_weights", "examples"}
+    assert names - set(IDENTITY) == {"device", "compile", "selector_weights", "examples"}
     assert set(IDENTITY) < {field.name for field in dataclasses.fields(record)}
 
 

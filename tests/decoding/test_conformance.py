@@ -303,15 +303,20 @@ def test_rules_with_second_thoughts_know_how_sure_they_were(name):
 
 
 def test_rules_report_the_memory_that_they_keep():
-    """KLASS keeps B x N x V numbers and a counter a position, blocks two counters a sequence, the others nothing."""
+    """KLASS: B x N x V numbers and a counter a position; blocks: two counters a sequence; those that re-mask by what
+    was sure when revealed: a number a position; the others nothing."""
     prompts = PROMPTS[0].repeat(4, 1)  # N = 5, L = 8
     B, L, N = 4, 8, 5
-    distributions, counters, blocks = 8 * B * N * V, 8 * B * L, 2 * 8 * B
+    distributions, counters, blocks, log_reveal = 8 * B * N * V, 8 * B * L, 2 * 8 * B, 8 * B * L
+    remember = {"rdm", "rdm(cosine,cond)", "rdm(linear,cond)", "p2", "remdm-conf"}
+    assert remember < POLICIES.keys()
     for name, policy in POLICIES.items():
         expected = (distributions + counters) * ("klass" in name) + blocks * ("blocks" in name)
+        expected += log_reveal * (name in remember)
         assert generate(DENOISER, prompts, policy, 6).memory_bytes == expected, name
     rule = POLICIES["klass"]
     assert generate(DENOISER, prompts, rule, 6, batch_size=2).memory_bytes == (distributions + counters) // 2
+    assert generate(DENOISER, prompts, POLICIES["rdm"], 6, batch_size=2).memory_bytes == log_reveal // 2
     single = small_denoiser().float()
     assert generate(single, prompts, rule, 6).memory_bytes == distributions // 2 + counters
 

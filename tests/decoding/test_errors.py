@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from tests.decoding.small import (
     POLICIES,
     ReadsFirst,
     Recorded,
+    all_results,
     small_denoiser,
     small_selector,
 )
@@ -56,7 +58,82 @@ def test_a_list_is_padded_by_generate_itself():
 
 @pytest.mark.parametrize("ids", [torch.tensor([1]), torch.tensor([1, 2, 3]), torch.tensor([[1, 2], [3, 4]])])
 def test_ids_that_do_not_fit_the_prompts(ids):
-    refused(f"each of the 2 prompts once, got shape {list(ids.shape)}", PROMPTS, IID(), 3, ids=ids)
+    message = f"ids must be one number for each of the 2 prompts, got shape {list(ids.shape)}"
+    refused(message, PROMPTS, IID(), 3, ids=ids)
+    refused(message, PROMPTS, IID(), 3, ids=ids.tolist())
+
+
+KINDS = {
+    "lists": torch.Tensor.tolist,
+    "tuples": lambda tensor: tuple(tensor.tolist()),
+    "numpy": torch.Tensor.numpy,
+    "numpy, narrow": lambda tensor: tensor.numpy().astype(np.uint16),
+    "int32": torch.Tensor.int,
+    "uint8": lambda tensor: tensor.to(torch.uint8),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_prompts_and_ids_of_every_kind(kind):
+    """Draws are named by ids: narrow integers must not be hashed otherwise."""
+    ids, options = torch.tensor([200, 7]), {"seed": 1, "temperature": 1.0}
+    expected = all_results(generate(DENOISER, PROMPTS, IID(), 3, ids=ids, **options))
+    assert expected != all_results(generate(DENOISER, PROMPTS, IID(), 3, **options)), "ids show"
+    assert all_results(generate(DENOISER, kind(PROMPTS), IID(), 3, ids=kind(ids), **options)) == expected
+    given = [kind(prompt) for prompt in (PROMPTS[0], PROMPTS[1, :2])]
+    uneven = generate(DENOISER, [PROMPTS[0], PROMPTS[1, :2]], IID(), 3, ids=ids, **options)
+    assert uneven.tokens.dtype == torch.int64
+    assert all_results(generate(DENOISER, given, IID(), 3, ids=kind(ids), **options)) == all_results(uneven)
+
+
+def test_what_is_given_is_not_written_to():
+    prompts, ids = PROMPTS.numpy().copy(), np.array([200, 7])
+    for batch_size in (1, 2):
+        generate(DENOISER, prompts, IID(), 3, ids=ids, batch_size=batch_size)
+        assert prompts.tolist() == PROMPTS.tolist()
+        assert ids.tolist() == [200, 7]
+
+
+@pytest.mark.parametrize(
+    ("ids", "got"),
+    [
+        (torch.tensor([1.0, 2.0]), "torch.float32"),
+        (torch.tensor([True, False]), "torch.bool"),
+        (np.array([0.5, 1.0]), "torch.float64"),
+        ([0.0, 1.0], "torch.float32"),
+        ([True, False], "torch.bool"),
+        (["a", "b"], "list"),
+        ("ab", "str"),
+        (np.array(["a", "b"]), "ndarray"),
+    ],
+    ids=str,
+)
+def test_ids_that_are_no_whole_numbers(ids, got):
+    refused(f"ids must be whole numbers, got {got}", PROMPTS, IID(), 3, ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (PROMPTS.double(), "prompts must be whole numbers, got torch.float64"),
+        (PROMPTS == MASK, "prompts must be whole numbers, got torch.bool"),
+        (PROMPTS.numpy() * 1.0, "prompts must be whole numbers, got torch.float64"),
+        ([PROMPTS[0], PROMPTS[1].float()], "a prompt must be whole numbers, got torch.float32"),
+        ([[1, MASK], [True, False]], "a prompt must be whole numbers, got torch.bool"),
+        ([[1, MASK], [1.5, MASK]], "a prompt must be whole numbers, got torch.float32"),
+        ([PROMPTS, PROMPTS], "a list of prompts holds one sequence of token ids each; give a [B, L] tensor instead"),
+        ([1, MASK, MASK], "a list of prompts holds one sequence of token ids each; give a [B, L] tensor instead"),
+        (["write a poem"], "a prompt must be whole numbers, got str"),
+        ([["a", "b"]], "a prompt must be whole numbers, got list"),
+        ([[1, None]], "a prompt must be whole numbers, got list"),
+        ("write a poem", "a prompt must be whole numbers, got str"),
+        (torch.tensor([[1, MASK], [-2, MASK]]), "prompts hold token ids, got -2"),
+        ([[1, MASK], [-1, MASK, MASK]], "prompts hold token ids, got -1"),
+    ],
+    ids=lambda value: "" if torch.is_tensor(value) else str(value),
+)
+def test_prompts_that_are_no_token_ids(prompts, message):
+    refused(message, prompts, IID(), 3)
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (2, 3), (2, 4, 1)])
@@ -72,10 +149,28 @@ def test_a_sequence_longer_than_the_context():
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [0, -1])
+@pytest.mark.parametrize("number", [0, -1, 2.5, 3.0, "3", 2**31])
 def test_no_steps_and_no_batch(number):
-    refused(f"max_steps must be at least 1, got {number}", PROMPTS, IID(), number)
-    refused(f"batch_size must be at least 1, got {number}", PROMPTS, IID(), 3, batch_size=number)
+    refused(f"max_steps must be a whole number from 1 on, got {number}", PROMPTS, IID(), number)
+    refused(f"batch_size must be a whole number from 1 on, got {number}", PROMPTS, IID(), 3, batch_size=number)
+
+
+def test_a_number_of_steps_must_be_given():
+    """A batch size need not: all prompts at once."""
+    refused("max_steps must be a whole number from 1 on, got None", PROMPTS, IID(), None)
+    generate(DENOISER, PROMPTS, IID(), 3, batch_size=None)
+
+
+@pytest.mark.parametrize("policy", ["iid", IID, None, IID().decide], ids=["name", "class", "none", "function"])
+def test_a_rule_is_an_object(policy):
+    refused("policy must be a rule such as unmask.policies.Margin(), got ", PROMPTS, policy, 3)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.int32, torch.tensor])
+def test_whole_numbers_of_every_kind(kind):
+    expected = all_results(generate(DENOISER, PROMPTS, IID(), 3, seed=3, temperature=1.0, batch_size=1))
+    found = generate(DENOISER, PROMPTS, IID(), kind(3), seed=kind(3), temperature=1.0, batch_size=kind(1))
+    assert all_results(found) == expected
 
 
 @pytest.mark.parametrize(

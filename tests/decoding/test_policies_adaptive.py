@@ -2,7 +2,7 @@
 
 import math
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -284,3 +284,71 @@ def test_klass_of_a_whole_generation():
             assert {n for n in response if steps[n] == i} == chosen
             masked, before = masked - chosen, p
     assert by_stability > late > 3
+
+
+# --- equal up to rounding is equal ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Says:
+    """The same distribution at every position, whatever stands around it."""
+
+    p: tuple[float, ...]
+    dtype: torch.dtype
+    shift: float = 0.0
+
+    @property
+    def mask_token_id(self):
+        return len(self.p)
+
+    def hidden(self, tokens, attention=None):
+        return (torch.tensor(self.p, dtype=self.dtype).log() + self.shift).expand(*tokens.shape, -1)
+
+    def logits(self, hidden):
+        return hidden.clone()
+
+
+def reveals_of(rule, p, dtype, size=8, shift=0.0):
+    """How many positions each step reveals."""
+    out = generate(Says(p, dtype, shift), torch.full((1, size), len(p)), rule, size)
+    return torch.bincount(out.reveal_step[0], minlength=int(out.num_steps)).tolist()
+
+
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+one_by_one = [1] * 8
+
+
+@both_dtypes
+@pytest.mark.parametrize("bar", [0.9, 0.7, 0.6, 0.55])
+def test_a_threshold_that_is_met_exactly_is_met(dtype, bar):
+    """p = 0.9 comes out of a softmax as 0.9, more or less a rounding."""
+    for shift in (0.0, 0.3, -1.0):
+        assert reveals_of(Threshold(bar), (bar, 1 - bar), dtype, shift=shift) == [8]
+    assert reveals_of(Threshold(bar), (bar - 1e-5, 1 - bar + 1e-5), dtype) == one_by_one, "close is not equal"
+    assert reveals_of(Threshold(1.0), (1.0, 0.0), dtype) == [8]
+
+
+@both_dtypes
+def test_a_factor_that_is_met_exactly_is_met(dtype):
+    """1 - 1/(r + 1) is 0.75 at r = 3, and 0.8 at r = 4."""
+    assert reveals_of(Factor(1.0), (0.75, 0.25), dtype) == [3, 3, 2]
+    assert reveals_of(Factor(1.0), (0.8, 0.2), dtype) == [4, 4]
+    assert reveals_of(Factor(1.0), (0.75 - 1e-5, 0.25 + 1e-5), dtype) == [2, 2, 2, 2]
+
+
+@both_dtypes
+def test_an_entropy_bound_that_is_met_exactly_is_met(dtype):
+    """Three equal entropies lose two of them."""
+    H = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    assert reveals_of(EntropyBounded(2 * H), (0.75, 0.25), dtype) == [3, 3, 2]
+    assert reveals_of(EntropyBounded(2 * H - 1e-5), (0.75, 0.25), dtype) == [2, 2, 2, 2]
+
+
+@both_dtypes
+@pytest.mark.parametrize("tau", [0.9, 0.75, 0.6])
+def test_klass_needs_more_than_tau(dtype, tau):
+    """Nothing changes from pass to pass: from the second on, all are stable, and c > tau alone decides."""
+    p = (tau, 1 - tau)
+    for shift in (0.0, 0.3, -1.0):
+        assert reveals_of(KLStable(tau, 0.01, 1), p, dtype, shift=shift) == one_by_one, "c = tau is not above it"
+    assert reveals_of(KLStable(tau - 1e-5, 0.01, 1), p, dtype) == [1, 7]

@@ -89,9 +89,8 @@ class Engine:
     ) -> None:
         if not isinstance(policy, Policy):
             raise ValueError(f"policy must be a rule such as unmask.policies.Margin(), got {policy!r}")
-        for name, number in (("max_steps", max_steps), ("batch_size", 1 if batch_size is None else batch_size)):
-            if not hasattr(number, "__index__") or not 1 <= number < 2**31:
-                raise ValueError(f"{name} must be a whole number from 1 on, got {number}")
+        max_steps = _whole_number("max_steps", max_steps, 1)
+        batch_size = None if batch_size is None else _whole_number("batch_size", batch_size, 1)
         if unknown := policy.reads - Confidence.__annotations__.keys():
             known = ", ".join(Confidence.__annotations__)
             raise ValueError(f"{policy.name} reads {', '.join(sorted(unknown))}; a rule can read {known}")
@@ -111,9 +110,11 @@ class Engine:
         """As `unmask.generate`."""
         # Inference mode launches kernels faster.  Its tensors cannot take part in training: what leaves are copies, and
         # a model that might keep one for later, such as a table that it fills in when it first needs it, goes without.
-        keeps_nothing = getattr(self.denoiser, "keeps_no_tensors", False)
+        # A class speaks for itself, not for those derived from it.
+        keeps_nothing = vars(type(self.denoiser)).get("keeps_no_tensors", False)
+        seed = _whole_number("seed", seed)
         with torch.inference_mode() if keeps_nothing else torch.no_grad():
-            result = self._generate(prompts, operator.index(seed), ids, attention, on_finished)
+            result = self._generate(prompts, seed, ids, attention, on_finished)
         copies: dict[str, Any] = {name: value.clone() for name, value in vars(result).items() if torch.is_tensor(value)}
         return replace(result, **copies)
 
@@ -213,3 +214,13 @@ class Engine:
             and (kept.attention is None) == (active.attention is None)
             and longest <= stepper.longest
         )
+
+
+def _whole_number(name: str, value: Any, least: int | None = None) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, got {value!r}") from None
+    if least is not None and not least <= number < 2**31:
+        raise ValueError(f"{name} must be a whole number from {least} on, got {number}")
+    return number

@@ -262,6 +262,8 @@ class Stepper:
             previous = self.previous[kept]
             self.previous[kept] = log_p
         said: dict[str, Tensor] = confidence(log_p, wanted, best, proposal, current, previous)  # type: ignore[assignment]
+        if "change" in wanted:  # the first pass has none before it; the slot holds another sequence's
+            said["change"] = torch.where(canvas.index[at // self.length] == 0, torch.inf, said["change"])
         names = tuple(sorted(wanted))
         values = torch.stack([said[name] for name in names]) if len(names) > 1 else said[names[0]][None]
         return Reading(proposal, values, names)

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.rule import Decision, Policy, Step, Which, highest, require, written
+from unmask.decoding.policies.rule import Decision, Policy, Step, Which, descending, first, highest, require, written
 
 
 class Ranked(Policy):
@@ -22,7 +22,7 @@ class Ranked(Policy):
         return self.score(step)
 
     def decide(self, step: Step) -> Decision:
-        return Decision(highest(self.score(step), step.masked, step.count()))
+        return Decision(first(descending(self.score(step), step.masked), step.count()))
 
 
 @dataclass(frozen=True)

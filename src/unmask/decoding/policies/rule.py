@@ -121,10 +121,8 @@ def default(parameter: Field[Any]) -> Any:
 
 
 def descending(score: Tensor, among: Tensor) -> Tensor:
-    """[b, L]: the positions `among` by falling score, ties to the leftmost, and behind them all the others."""
-    lowest = torch.finfo(score.dtype).min  # a position that counts is above all others, even with a score of -inf
-    ranked = torch.where(among, score.clamp(min=lowest), -torch.inf)
-    return ranked.sort(dim=-1, descending=True, stable=True).indices
+    """[b, L]: the positions `among` by falling score (above -inf), ties to the leftmost, and behind them the others."""
+    return torch.where(among, score, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
 
 
 def first(order: Tensor, count: Tensor) -> Tensor:
@@ -135,7 +133,8 @@ def first(order: Tensor, count: Tensor) -> Tensor:
 
 def highest(score: Tensor, among: Tensor, count: Tensor) -> Tensor:
     """[b, L] bool: the `count` [b] positions `among` [b, L] with the largest score, ties to the leftmost."""
-    return among & first(descending(score, among), count)
+    lowest = torch.finfo(score.dtype).min  # a position that counts is above all others, even with a score of -inf
+    return among & first(descending(score.clamp(min=lowest), among), count)
 
 
 def require(condition: bool, message: str) -> None:

@@ -1,0 +1,137 @@
+"""Rules of others: whatever they read, and what they forget to declare."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from tests.decoding.small import MASK, PROMPTS, all_results, small_denoiser
+from unmask.decoding.confidence import Confidence
+from unmask.decoding.generate import generate
+from unmask.decoding.policies import Decision, Policy
+from unmask.decoding.policies.rule import highest
+
+DENOISER = small_denoiser()
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch):
+    """`compile=True` without its compiler: fixed shapes, run eagerly."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+@dataclass(frozen=True)
+class Reads(Policy):
+    """Reveals by one reading alone, and is given no junk."""
+
+    short = "reads"
+    reading: str = "margin"
+    at_once: bool = field(default=False, kw_only=True)
+
+    @property
+    def reads(self):
+        return {self.reading}
+
+    def decide(self, step):
+        value = step.said[self.reading]
+        if self.reading == "change" and not self.at_once:  # the first pass has none before it
+            value = torch.where(step.index[:, None] > 0, value, 0.0)
+        return Decision(highest(value, step.masked, step.count()))
+
+
+@dataclass(frozen=True)
+class Everywhere(Reads):
+    everywhere = True
+
+
+@dataclass(frozen=True)
+class Doubts(Policy):
+    """Reveals k_i from the left, and masks again the one that is now least probable, by log_current alone."""
+
+    short = "doubts"
+    remasks = everywhere = True
+    reads = frozenset({"log_current"})
+
+    def decide(self, step):
+        revealed = step.response & ~step.masked
+        log_p = step.said["log_current"]
+        assert ((log_p <= 0) & torch.isfinite(log_p))[revealed].all()
+        one = torch.ones_like(step.index)
+        return Decision(highest(-step.place().double(), step.masked, step.count() + 1), highest(-log_p, revealed, one))
+
+
+def laid_out_alike(policy):
+    """Alone, in a batch that is refilled, with fixed shapes: the results are those of a whole batch."""
+    whole = generate(DENOISER, PROMPTS, policy, 4)
+    assert (whole.tokens[whole.attention] != MASK).all()
+    for options in ({"batch_size": 1}, {"batch_size": 2}, {"compile": True}, {"batch_size": 2, "compile": True}):
+        assert all_results(generate(DENOISER, PROMPTS, policy, 4, **options)) == all_results(whole), options
+    return whole
+
+
+@pytest.mark.parametrize("reading", Confidence.__annotations__)
+def test_any_reading_alone(reading):
+    if reading != "log_current":  # at a mask, no token stands
+        laid_out_alike(Reads(reading))
+    laid_out_alike(Everywhere(reading))
+
+
+@pytest.mark.parametrize("rule", [Reads, Everywhere])
+def test_a_change_at_the_first_pass_is_from_no_other_sequence(rule):
+    """Not from the one that had the place in the batch before, nor from the call before."""
+    laid_out_alike(rule("change", at_once=True))
+
+
+def test_what_stands_there_alone():
+    assert laid_out_alike(Doubts()).revisions.sum() > 0
+
+
+@pytest.mark.parametrize(("rule", "reading"), [(Everywhere, "log_current"), (Reads, "change"), (Reads, "entropy")])
+@pytest.mark.parametrize("compile", [False, True])
+def test_unsound_logits_are_seen_whatever_is_read(rule, reading, compile):
+    """A change of -inf or NaN, or the probability of a token that stands there, would not show it."""
+
+    class Broken:
+        mask_token_id = MASK
+
+        def hidden(self, tokens, attention=None):
+            return DENOISER.hidden(tokens, attention)
+
+        def logits(self, hidden):
+            return torch.full_like(DENOISER.logits(hidden), torch.nan)
+
+    with pytest.raises(ValueError, match="the denoiser's logits are not finite for sequence 0 at step 0"):
+        generate(Broken(), PROMPTS, rule(reading), 4, compile=compile)
+
+
+@pytest.mark.parametrize("reading", ["log_tpo", "peak", "confidence", ""])
+def test_a_reading_that_does_not_exist(reading):
+    with pytest.raises(ValueError, match=f"reads:{reading} reads {reading}; a rule can read log_top, margin") as caught:
+        generate(DENOISER, PROMPTS, Reads(reading), 4)
+    assert "\n" not in str(caught.value)
+    for known in Confidence.__annotations__:
+        assert known in str(caught.value)
+
+
+@dataclass(frozen=True)
+class Forgets(Policy):
+    """Masks again what it has revealed, and does not say so."""
+
+    short = "forgets"
+    looks: bool = False
+
+    @property
+    def reads(self):
+        return frozenset({"margin"} if self.looks else ())
+
+    def decide(self, step):
+        return Decision(highest(-step.place().double(), step.masked, step.count()), remask=~step.masked)
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"compile": True}], ids=str)
+def test_a_rule_that_re_masks_must_say_so(looks, options):
+    """Or it would be taken for finished when nothing is masked, and never run all its steps."""
+    with pytest.raises(ValueError, match="forgets masks again what was revealed: it must declare `rem") as caught:
+        generate(DENOISER, PROMPTS, Forgets(looks), 4, **options)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,174 @@
+"""Denoisers of others: half precision, logits that all but tie, a mask token among those of the head, tensors kept."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from tests.decoding.small import PROMPTS, all_results, results, small_denoiser
+from unmask.decoding.generate import generate
+from unmask.decoding.policies import Policy, parse_policy
+
+RULES = [
+    *("iid", "dus", "left-to-right", "top-prob", "margin", "entropy", "stochastic(margin,0.5)", "threshold:0.9"),
+    *("factor", "eb", "klass", "blocks(2,margin)", "rdm", "rdm(linear,cond)", "p2", "remdm-cap:0.5", "remdm-conf"),
+]
+TOKENS = {"greedy": {}, "sampled": {"temperature": 1.0}, "guided": {"temperature": 1.0, "guidance": 0.5}}
+each_choice = pytest.mark.parametrize("choice", TOKENS.values(), ids=TOKENS)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The same logits [V] at every position, whatever stands around it."""
+
+    row: torch.Tensor
+    mask_token_id: int
+
+    def hidden(self, tokens, attention=None):
+        return self.row.expand(*tokens.shape, -1)
+
+    def logits(self, hidden):
+        return hidden.clone()
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch):
+    """`compile=True` without its compiler: fixed shapes, run eagerly."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+# --- one arg-max for all ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["threshold:0.9", "margin", "iid", "klass", "p2", "left-to-right"])
+def test_the_greedy_token_is_the_largest_logit(name):
+    """Where log p ties and logits do not: by the logits at every step, the last too, in any batch, compiled or not."""
+    row = torch.tensor([0, 1e-18, -8, -8], dtype=torch.float64)
+    assert row.argmax() == 1
+    assert row.log_softmax(-1).argmax() == 0, "it would tie"
+    denoiser, policy = Table(row, mask_token_id=4), parse_policy(name)
+    prompts = [torch.tensor([4] * size) for size in (5, 2, 7, 1, 4, 3)]  # one begins when another is at its last step
+    alone = [results(generate(denoiser, [prompt], policy, 3, ids=[number]), 0) for number, prompt in enumerate(prompts)]
+    for got, prompt in zip(alone, prompts, strict=True):
+        assert got["tokens"] == [1] * len(prompt)
+    for options in ({}, {"batch_size": 2}, {"compile": True}, {"batch_size": 2, "compile": True}):
+        assert all_results(generate(denoiser, prompts, policy, 3, **options)) == alone, options
+
+
+# --- half precision ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("peak", "sequences"), [(20.0, 6), (200.0, 1), (60000.0, 2), (-60000.0, 2)])
+@pytest.mark.parametrize("name", ["iid", "dus", "left-to-right", "top-prob"])
+def test_sound_logits_whose_sum_is_beyond_float16(name, peak, sequences):
+    """65504 is the largest: sums over 600 positions, or over those of a batch, are larger, and nothing is wrong."""
+    low = -torch.inf if peak < 0 else 0.0
+    denoiser = Table(torch.tensor([low, peak, low], dtype=torch.float16), mask_token_id=3)
+    assert abs(peak) * 600 * sequences > 65504
+    prompts = torch.full((sequences, 600), 3)
+    for max_steps, compile in ((1, False), (2, False), (2, True)):
+        out = generate(denoiser, prompts, parse_policy(name), max_steps, compile=compile)
+        assert (out.tokens == 1).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["iid", "left-to-right", "top-prob"])
+def test_unsound_logits_of_float16_are_still_seen(name, bad):
+    denoiser = Table(torch.tensor([0.0, bad, 0.0], dtype=torch.float16), mask_token_id=3)
+    with pytest.raises(ValueError, match=r"the denoiser's logits are not finite for sequence 0 at step 0$"):
+        generate(denoiser, torch.full((2, 6), 3), parse_policy(name), 1)
+
+
+# --- a mask token that the head knows ---------------------------------------------------------------------------------
+
+
+@each_choice
+@pytest.mark.parametrize("mask", [0, 2, 4])
+@pytest.mark.parametrize("name", RULES)
+def test_the_mask_is_never_written(name, mask, choice):
+    """Not even where it has the largest logit by far; and no rule sees its mass."""
+    others = [token for token in range(5) if token != mask]
+    row = torch.tensor([0.5, 0.1, 0.7, 0.3, 0.2], dtype=torch.float64)
+    row[mask] = 30.0
+    denoiser, without = Table(row, mask), Table(row[others], 4)
+    policy = parse_policy(name)
+    for compile in (False, True):
+        options = {"seed": 3, "batch_size": 2, "compile": compile, **choice}
+        out = generate(denoiser, torch.full((3, 6), mask), policy, 3, **options)
+        assert (out.tokens != mask).all()
+        assert (out.reveal_step >= 0).all()
+        expected = generate(without, torch.full((3, 6), 4), policy, 3, **options)
+        assert torch.equal(out.tokens, torch.tensor(others)[expected.tokens]), "as a head without it"
+        assert torch.equal(out.reveal_step, expected.reveal_step)
+        assert torch.equal(out.revisions, expected.revisions)
+
+
+# --- training before and after ----------------------------------------------------------------------------------------
+
+
+class Lazy(nn.Module):
+    """Makes a table when it first needs it, and keeps it."""
+
+    mask_token_id = 5
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head, self.table = nn.Embedding(6, 16), nn.Linear(16, 5), None
+        self.seen = set()  # whether passes ran in inference mode
+
+    def hidden(self, tokens, attention=None):
+        self.seen.add(torch.is_inference_mode_enabled())
+        if self.table is None:
+            self.table = torch.ones(16)
+        return self.embedding(tokens) * self.table
+
+    def logits(self, hidden):
+        return self.head(hidden)
+
+
+POLICIES: list[Policy] = [parse_policy("iid"), parse_policy("margin"), parse_policy("p2")]
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_a_denoiser_that_keeps_a_tensor_can_be_trained_afterwards(policy, compile):
+    denoiser = Lazy()
+    out = generate(denoiser, torch.full((2, 4), 5), policy, 2, compile=compile)
+    assert denoiser.seen == {False}
+    assert not denoiser.table.is_inference()
+    logits = denoiser.logits(denoiser.hidden(out.tokens))
+    logits.log_softmax(-1).gather(-1, out.tokens[..., None]).sum().backward()
+    assert denoiser.embedding.weight.grad.abs().sum() > 0
+
+
+def test_generation_leaves_no_graph():
+    out = generate(Lazy(), torch.full((2, 4), 5), POLICIES[1], 2)
+    assert not any(value.requires_grad for value in vars(out).values() if torch.is_tensor(value))
+
+
+def test_a_denoiser_that_keeps_nothing_may_say_so():
+    """Inference mode launches kernels faster."""
+    denoiser = Lazy()
+    denoiser.keeps_no_tensors = True
+    generate(denoiser, torch.full((2, 4), 5), POLICIES[1], 2)
+    assert denoiser.seen == {True}
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"batch_size": 2, "compile": True}], ids=str)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_what_comes_out_can_be_trained_on(policy, options):
+    """With our own denoiser, which runs in inference mode: its tensors cannot take part in training, copies can."""
+    denoiser = small_denoiser().requires_grad_(True)
+    assert denoiser.keeps_no_tensors
+    out = generate(denoiser, PROMPTS, policy, 3, **options)
+    tensors = {name: value for name, value in vars(out).items() if torch.is_tensor(value)}
+    assert len(tensors) >= 7
+    assert not any(value.is_inference() for value in tensors.values())
+    embedding = nn.Embedding(12, 3)
+    weight = out.reveal_step.float() + out.num_steps[:, None] + out.revisions
+    (embedding(out.tokens).sum(-1) * weight * out.attention).sum().backward()
+    assert embedding.weight.grad.abs().sum() > 0
+    denoiser(out.tokens, out.attention).logsumexp(-1).sum().backward()
+    assert all(parameter.grad is not None for parameter in denoiser.parameters())
+    out.tokens[0] = 0  # and be written to
