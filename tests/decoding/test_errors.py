@@ -151,8 +151,8 @@ def test_a_sequence_longer_than_the_context():
 
 @pytest.mark.parametrize("number", [0, -1, 2.5, 3.0, "3", 2**31])
 def test_no_steps_and_no_batch(number):
-    refused(f"max_steps must be a whole number from 1 on, got {number}", PROMPTS, IID(), number)
-    refused(f"batch_size must be a whole number from 1 on, got {number}", PROMPTS, IID(), 3, batch_size=number)
+    refused(f"max_steps must be a whole number from 1 on, got {number!r}", PROMPTS, IID(), number)
+    refused(f"batch_size must be a whole number from 1 on, got {number!r}", PROMPTS, IID(), 3, batch_size=number)
 
 
 def test_a_number_of_steps_must_be_given():

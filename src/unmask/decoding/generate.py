@@ -217,10 +217,11 @@ class Engine:
 
 
 def _whole_number(name: str, value: Any, least: int | None = None) -> int:
+    wanted = f"{name} must be a whole number" + (f" from {least} on" if least is not None else "")
     try:
         number = operator.index(value)
     except TypeError:
-        raise ValueError(f"{name} must be a whole number, got {value!r}") from None
+        raise ValueError(f"{wanted}, got {value!r}") from None
     if least is not None and not least <= number < 2**31:
-        raise ValueError(f"{name} must be a whole number from {least} on, got {number}")
+        raise ValueError(f"{wanted}, got {number}")
     return number
