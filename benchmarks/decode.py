@@ -268,8 +268,9 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def peak_bytes(run: Callable[[], Any], device: str) -> int | None:
-    """The most memory allocated during a run, weights included; unknown on the CPU."""
+    """The most memory allocated during a run, weights included; unknown on the CPU, where the run only warms up."""
     if device != "cuda":
+        run()
         return None
     gc.collect()
     torch.cuda.empty_cache()
