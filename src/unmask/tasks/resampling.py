@@ -309,7 +309,8 @@ class _Trace:
         """Freeze the numbers that a constant may have been computed from in somebody's head."""
         numbers = [(i, Fraction(number.value)) for i, number in enumerate(self.numbers) if number.value]
         for i, x in numbers:
-            hidden = {x / 100, 1 - x / 100, 1 + x / 100, 100 - x, 100 + x, x * 100, 1 / x, x / 60, x * 60}
+            hidden = {x / 100, 1 - x / 100, 1 + x / 100, 100 - x, 100 + x, x * 100, 1 / x}
+            hidden |= {x / 60, x * 60, 1 + x / 60, x + Fraction(1, 2)}
             if not spoken:
                 hidden |= {x - 1, x + 1, x / 2, x * 2, x * x, x * 12, x * 7, x / 12, x / 10, x * 10, x / 1000, x * 1000}
             if value in hidden:
