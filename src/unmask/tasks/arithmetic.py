@@ -1,7 +1,9 @@
 """Exact arithmetic on text: the numbers that stand in it, and the equations `expression=result` of an annotation.
 
     expression = term (("+" | "-") term)*,    term = factor (("*" | "/" | "//") factor)*,
-    factor = ("+" | "-") factor | "(" expression ")" "%"* | number "%"*        with  x% = x / 100,  x // y = floor(x / y).
+    factor = ("+" | "-") factor | "(" expression ")" "%"* | number "%"*
+
+with x% = x / 100 and x // y = floor(x / y).
 
 Numbers are whole Python integers or fractions.Fraction, never floats.
 """
@@ -127,7 +129,9 @@ class _Parser:
     """Recursive descent; `tokens` are numbers (their index) and operators, without the white space."""
 
     def __init__(self, text: str) -> None:
-        between, numbers, tokens = [""], [], []
+        between: list[str] = [""]
+        numbers: list[str] = []
+        tokens: list[int | str] = []
         for match in _PARTS.finditer(text):
             number, operator, _, other = match.groups()
             if other is not None:
@@ -140,7 +144,7 @@ class _Parser:
             between[-1] += match.group()
             if operator is not None:
                 tokens.append(operator)
-        self.tokens: list[int | str] = tokens
+        self.tokens = tokens
         self.at = 0
         self.program: list[int | str] = []
         self.sum()

@@ -13,7 +13,7 @@ SMALLEST = len(MARKS) + 256  # every byte is a token
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A tokenizer of at most `vocab_size` tokens; few texts have fewer pairs to merge.  The same texts, the same one."""
+    """A tokenizer of at most `vocab_size` tokens; few texts have fewer pairs to merge."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

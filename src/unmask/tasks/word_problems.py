@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -129,12 +130,14 @@ def read_problems(source: str, split: str) -> list[Problem]:
     raise ValueError(f"{folder} has neither {split}.jsonl nor {split}.txt: put GSM8K's or GSM8K-Aug's files there")
 
 
-def _from_file(path: Path, read) -> list[Problem]:
+def _from_file(path: Path, read: Callable[[str, str], tuple[str, str]]) -> list[Problem]:
     problems = []
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                problems.append(_checked(*read(line, f"{path}, line {number}"), f"{path}, line {number}"))
+                where = f"{path}, line {number}"
+                question, solution = read(line, where)
+                problems.append(_checked(question, solution, where))
     if not problems:
         raise ValueError(f"{path} is empty: put GSM8K's or GSM8K-Aug's problems there, one a line")
     return problems
