@@ -63,7 +63,7 @@ _WORDS: dict[Exact, str] = {
     50: "fifty|half",
     52: "years?|yearly|annual(?:ly)?|weeks?|weekly",
     60: "sixty|minutes?|hours?|seconds?",
-    100: "hundreds?|percent|percentage|cents?|%|dollars?|centuries|century|meters?|centimeters?",
+    100: "hundreds?|percent|percentage|cents?|dollars?|centuries|century|meters?|centimeters?",
     365: "years?|yearly|annual(?:ly)?|days?|daily",
     1000: "thousands?|kilo\\w*|km|kg|liters?|milliliters?|ml|grams?|tons?",
     Fraction(1, 2): "half|halves|halved|halfway",
@@ -72,8 +72,9 @@ _WORDS: dict[Exact, str] = {
     Fraction(3, 2): "half",
 }
 _WORD_PATTERNS = {
-    value: re.compile(rf"(?<!\w)(?:{words})(?!\w)", flags=re.I) for value, words in _WORDS.items()
-}  # fmt: skip
+    value: re.compile(rf"(?<!\w)(?:{words})(?!\w)" + ("|[%$¢]" if value == 100 else ""), flags=re.I)
+    for value, words in _WORDS.items()
+}
 
 _ORDINAL_OR_TIME = re.compile(r"(?:st|nd|rd|th)\b|\s?[ap]\.?m\b|:\d|/\d|°", flags=re.I)
 _PERCENT = re.compile(r"\s?%|[\s-]percent", flags=re.I)
