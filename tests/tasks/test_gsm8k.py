@@ -191,6 +191,11 @@ def free_values(*args, **options):
         ("A $60 coat is 20% off.", ["60*0.2=12", "60-12=48"], ["60"]),
         ("A $50 coat is 20% off.", ["50*80/100=40"], ["50"]),
         ("Jo packs 35 crates of 11 and 17 jars.", ["385+17=402"], ["17"]),
+        # 100 is half of 200 here, and no percent; 30 is half of the 60 before it
+        ("Jim has 200 figs, 50% more nuts and 7 kiwis.", ["200+100=300", "200+300=500", "500+7=507"], ["7"]),
+        ("Ann reads 20 pages more than the 40 of Bob, Cy half of it and 9.", ["20+40=60", "30+9=39"], ["9"]),
+        # the number of months is that of the terms, whatever is earned in them
+        ("In 3 months he made 60, 50 and 70. On average?", ["60+50+70=180", "180/3=60"], ["60", "50", "70"]),
         # 0, 1, years, ordinals, times, fractions, numbers that nothing uses
         ("Since 1998, on the 3rd day at 5:30, 1 of 40 is 2/5 off.", ["40-1=39", "39+1998=2037", "2037-5=2032"], ["40"]),
         ("On page 77 there are 40 flies and 8 bees.", ["40+8=48"], ["40", "8"]),
@@ -220,7 +225,9 @@ def test_equal_numbers_stay_equal():
         ("Of 5 figs 8 are gone.", ["5-8=-3"], "-3"),  # negative
         ("Take 40 and 8.", ["40+8=48"], "50"),  # the answer is no result
         ("Take some.", ["2+2=4"], None),  # no number
+        ("Ann reads 20 pages more than 40, Cy half of it.", ["20+40=60", "30=30"], None),  # where is 30 from?
         ("Take 40 and 8.", [], "48"),
+        ("A and B have 40, B 6 more than A.", ["17+6=23"], None),  # where is 17 from?
     ],
 )
 def test_what_is_no_template(question, equations, answer):

@@ -99,6 +99,24 @@ class Expression:
             found.append(value)
         return found or stack
 
+    def roles(self) -> list[str]:
+        """For each number the operator that takes it, "//" where it is a divisor, "" where there is none."""
+        roles = [""] * len(self.numbers)
+        stack: list[int | None] = []  # a number's index, or None for something computed
+        for part in self.program:
+            if isinstance(part, int):
+                stack.append(part)
+                continue
+            right = stack.pop()
+            if right is not None:
+                roles[right] = "//" if part == "/" else part
+            if part not in "~%":
+                left = stack.pop()
+                if left is not None:
+                    roles[left] = part
+            stack.append(None)
+        return roles
+
     def write(self, numbers: Sequence[str]) -> str:
         """The text with other numbers."""
         return "".join(part for pair in zip(self.between, (*numbers, ""), strict=True) for part in pair)

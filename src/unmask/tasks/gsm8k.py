@@ -51,7 +51,7 @@ class GSM8K:
 
     folder: str = HUB  # train.jsonl and test.jsonl, or the .txt files of GSM8K-Aug; or the id on the Hugging Face hub
     answers: str = "equations"  # or solution
-    resample: int = 48  # copies of each template
+    resample: int = 56  # copies of each template
     seed: int = 0
     vocab_size: int = 4096
     prompt_length: int = 192

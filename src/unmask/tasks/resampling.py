@@ -7,10 +7,13 @@ else cannot be told apart is frozen, that is, it keeps its numbers:
 
 - an operand with two sources (a number and a result, two results, a number and a word such as `twice`) freezes them
   all, and a result is frozen by freezing every number that it was computed from;
-- a constant that is a simple function of a number of the question (0.5 for 50%, 80 for 20% off) freezes that number;
+- a constant that is a simple function of a number of the question (0.5 for 50%, 80 for 20% off) freezes that number,
+  and so does one that a result or two numbers give and no word of the question explains;
+- a number of terms that their sum is divided by;
 - 0, 1, years, times, ordinals, fractions, percents that add up to 100, and numbers that no equation uses.
 
-A problem with a number left that is free is a template.  A whole number v is drawn anew from about [v/2, 2v], a
+A problem with a constant that nothing explains is left as it is.  One with a number left that is free, and that its
+answer depends on, is a template.  A whole number v is drawn anew from about [v/2, 2v], a
 decimal likewise with as many decimals, round numbers stay round and percents below 100.  A draw is kept if it is sane:
 
     every result whole where it was whole, with no more decimals than it had, positive where it was positive and
@@ -75,6 +78,14 @@ _WORD_PATTERNS = {
     value: re.compile(rf"(?<!\w)(?:{words})(?!\w)" + ("|[%$¢]" if value == 100 else ""), flags=re.I)
     for value, words in _WORDS.items()
 }
+
+# A term of a sum or difference is counted in the question, in digits or in these words; no unit explains it.
+_COUNT_WORDS = (
+    "zero|none", "an?|one|once|single|another|first", "two|twice|couple|pair|both|twins", "three", "four", "five",
+    "six", "seven", "eight", "nine", "ten", "eleven", "twelve|dozen", "thirteen", "fourteen", "fifteen", "sixteen",
+    "seventeen", "eighteen", "nineteen", "twenty",
+)  # fmt: skip
+_COUNTS = {value: re.compile(rf"(?<!\w)(?:{word})(?!\w)", flags=re.I) for value, word in enumerate(_COUNT_WORDS)}
 
 _ORDINAL_OR_TIME = re.compile(r"(?:st|nd|rd|th)\b|\s?[ap]\.?m\b|:\d|/\d|°", flags=re.I)
 _PERCENT = re.compile(r"\s?%|[\s-]percent", flags=re.I)
@@ -237,13 +248,16 @@ def template_of(problem: Problem) -> Template | None:
     except ValueError:  # a negative answer
         return None
     answers = [j for j, equation in enumerate(trace.equations) if equation.result == final]
+    if trace.lost:
+        return None
+    trace.freeze_numbers_of_terms()
     used = {source for equation in trace.equations for source in equation.sources if source is not None}
     free = tuple(
         equal
         for equal in trace.equals.values()
         if equal[0] in used and not any(i in trace.frozen or trace.numbers[i].fixed for i in equal)
     )
-    if not answers or not free:
+    if not answers or not any(equal[0] in trace.comes_from[answers[-1]] for equal in free):
         return None
     style = Style.of(problem.final.removeprefix("$").replace(",", ""))
     found = Template(problem.question, trace.numbers, free, tuple(trace.equations), answers[-1], style)
@@ -261,6 +275,7 @@ class _Trace:
         for i, number in enumerate(self.numbers):
             self.equals[number.value] = (*self.equals.get(number.value, ()), i)
         self.frozen: set[int] = set()  # numbers of the question
+        self.lost = False  # whether a constant came from nowhere
         self.equations: list[Traced] = []
         self.meaning: list[str] = []  # of each result, as a formula of its sources: equal ones are one source
         self.comes_from: list[set[int]] = []  # of each result, the numbers of the question that it depends on
@@ -271,7 +286,10 @@ class _Trace:
         styles = tuple(Style.of(number) for number in expression.numbers)
         if not NUMBER.fullmatch(result) or expression.value(operands) != exact(result):
             return False  # a negative or a rounded result
-        sources = tuple(self._source(value) for value in operands)
+        roles = expression.roles()
+        sources = tuple(self._source(value, role) for value, role in zip(operands, roles, strict=True))
+        if roles == [""] and sources == (None,):
+            return False  # 30=30, computed in somebody's head
         depends: set[int] = set()
         for source in sources:
             if source is not None:
@@ -281,12 +299,20 @@ class _Trace:
         self.equations.append(Traced(expression, sources, operands, styles, exact(result), Style.of(result)))
         return True
 
+    def freeze_numbers_of_terms(self) -> None:
+        """Freeze a number that a sum is divided by where the sum has as many terms: an average of `those 3 months`."""
+        terms = {equation.expression.program.count("+") + 1 for equation in self.equations}
+        for equation in self.equations:
+            for source, role in zip(equation.sources, equation.expression.roles(), strict=True):
+                if role == "//" and source is not None and source >= 0 and self.numbers[source].value in terms - {1}:
+                    self.frozen.add(source)
+
     def _meaning(self, source: int | None, value: Exact) -> str:
         if source is None:
             return str(value)
         return f"q{source}" if source >= 0 else f"({self.meaning[-1 - source]})"
 
-    def _source(self, value: Exact) -> int | None:
+    def _source(self, value: Exact, role: str) -> int | None:
         """Where an operand of this value comes from, with whatever is ambiguous about it frozen."""
         numbers = self.equals.get(value, ())[:1]  # the first stands for all
         results = {
@@ -297,7 +323,12 @@ class _Trace:
         if numbers:
             results.pop(f"q{numbers[0]}", None)  # an equation such as 4=4 only repeats the number
         if not numbers and not results:
-            self._freeze_for_constant(value, spoken or value in (0, 1, 2))
+            if role in ("+", "-"):
+                counted = _COUNTS.get(int(value)) if value == int(value) else None
+                spoken = counted is not None and counted.search(self.question) is not None
+            spoken = spoken or value == 1 or (value == 2 and role not in ("+", "-"))
+            known = spoken or (value <= 12 and role not in ("+", "-"))  # the sides of a square, the legs of a spider
+            self.lost |= not (self._freeze_for_constant(value, spoken) or known)
             return None
         if len(numbers) + len(results) == 1 and not (numbers and spoken):
             return numbers[0] if numbers else -1 - next(iter(results.values()))
@@ -306,17 +337,30 @@ class _Trace:
             self.frozen |= self.comes_from[j]
         return None
 
-    def _freeze_for_constant(self, value: Exact, spoken: bool) -> None:
-        """Freeze the numbers that a constant may have been computed from in somebody's head."""
+    def _freeze_for_constant(self, value: Exact, spoken: bool) -> bool:
+        """Freeze the numbers that a constant may have been computed from in somebody's head.
+
+        A percent comes first, and a word of the question second; where neither explains the constant, every number,
+        every earlier result and every pair of numbers that gives it is frozen.  Returns whether there is any.
+        """
         numbers = [(i, Fraction(number.value)) for i, number in enumerate(self.numbers) if number.value]
-        for i, x in numbers:
-            hidden = {x / 100, 1 - x / 100, 1 + x / 100, 100 - x, 100 + x, x * 100, 1 / x}
-            hidden |= {x / 60, x * 60, 1 + x / 60, x + Fraction(1, 2)}
-            if not spoken:
-                hidden |= {x - 1, x + 1, x / 2, x * 2, x * x, x * 12, x * 7, x / 12, x / 10, x * 10, x / 1000, x * 1000}
-            if value in hidden:
-                self.frozen.add(i)
-        if not spoken:
-            for (i, x), (k, y) in itertools.combinations(numbers, 2):
-                if value in (x + y, x - y, y - x, x * y, x / y, y / x):
-                    self.frozen |= {i, k}
+        percents = {
+            i
+            for i, x in numbers
+            if self.numbers[i].percent and value in (x / 100, 1 - x / 100, 1 + x / 100, 100 - x, 100 + x)
+        }
+        self.frozen |= percents
+        if percents or spoken:
+            return bool(percents)
+        found = False
+        results = [(self.comes_from[j], Fraction(equation.result)) for j, equation in enumerate(self.equations)]
+        for known, x in [({i}, x) for i, x in numbers] + [(known, x) for known, x in results if x]:
+            shifted = (x - 1, x + 1, 100 - x, 100 + x, 1 - x / 100, 1 + x / 100, 1 + x / 60, x + Fraction(1, 2), 1 / x)
+            if value in (*shifted, x * x) or any(value in (x * k, x / k) for k in (2, 7, 10, 12, 60, 100, 1000)):
+                self.frozen |= known
+                found = True
+        for (i, x), (k, y) in itertools.combinations(numbers, 2):
+            if value in (x + y, x - y, y - x, x * y, x / y, y / x):
+                self.frozen |= {i, k}
+                found = True
+        return found
