@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from unmask.cli import main
 from unmask.tasks import make_task
 from unmask.tasks.arithmetic import Style, decimals_of, exact, parse
 from unmask.tasks.byte_pairs import MARKS, Ragged, decode, train_tokenizer, vocabulary_of
@@ -552,6 +553,24 @@ def test_solutions(folder, task):
     examples = whole.examples(torch.arange(2), "test")
     assert whole.valid(examples.tokens, examples).all()
     assert whole.answer_text(examples.tokens[0]) == TEST[0].solution
+
+
+def test_from_the_command_line(folder, tmp_path, capsys):
+    """Trained and evaluated with a tiny network: all of the library takes the task as it is."""
+    options = {
+        "task.name": "gsm8k", "task.folder": folder, "task.cache": folder / "cache", "task.resample": 10,
+        "task.vocab_size": 320, "task.prompt_length": 90, "model.layers": 1, "denoise.updates": 2, "order.updates": 1,
+        "denoise.batch": 4, "order.batch": 2, "order.trajectories": 2, "order.denoiser_rate": "0.0",
+    }  # fmt: skip
+    run = str(tmp_path / "run")
+    train = [part for key, value in options.items() for part in ("--set", f"{key}={value}")]
+    evaluate = ["--examples", "6", "--policy", "margin", "--steps", "2", "--stop-at-eos"]
+    for command in (["train", "groups", "--out", run, *train], ["evaluate", run, *evaluate]):
+        with pytest.raises(SystemExit) as done:
+            main(command)
+        assert not done.value.code, capsys.readouterr().err
+    record = json.loads((tmp_path / "run" / "results.jsonl").read_text())
+    assert (record["task"], record["num_examples"], record["eos_policy"]) == ("gsm8k", 6, "stop")
 
 
 # ---- the cache
