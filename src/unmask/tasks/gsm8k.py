@@ -9,7 +9,6 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +26,7 @@ from unmask.tasks import arithmetic, byte_pairs, held_out, resampling, word_prob
 from unmask.tasks.byte_pairs import EOS, MARKS, SMALLEST, Ragged, decode, train_tokenizer, vocabulary_of
 from unmask.tasks.held_out import HELD_OUT, SPLITS, make_splits
 from unmask.tasks.task import Examples, check_range, prompt_kept
-from unmask.tasks.word_problems import FORMS, HUB, SCORINGS, Problem, answer_in, read_problems
+from unmask.tasks.word_problems import FORMS, HUB, SCORINGS, answer_in, file_of, read_problems
 
 _EOS = MARKS.index(EOS)
 _RESPONSE_LENGTHS = {"equations": 72, "solution": 320}
@@ -176,8 +175,7 @@ def load_tokens(task: GSM8K) -> Tokens:
     The name of the cached folder is a hash of the problems, of the settings that the tokens depend on and of the code
     that makes them: nothing stale is ever read.
     """
-    train, test = (read_problems(task.folder, split) for split in ("train", "test"))
-    hashed = fingerprint(train, test, task)
+    hashed = fingerprint(task)
     root = Path(task.cache).expanduser() if task.cache else _default_cache()
     folder = root / hashed
     found = _read(folder, hashed)
@@ -190,7 +188,7 @@ def load_tokens(task: GSM8K) -> Tokens:
                 f"task {task.name}: no cache can be made in {root} ({error.strerror}): set cache to a folder"
             ) from None
         try:
-            _make(unfinished, hashed, train, test, task)
+            _make(unfinished, hashed, task)
             shutil.rmtree(folder, ignore_errors=True)  # what could not be read
             with contextlib.suppress(OSError):  # another process was faster
                 unfinished.rename(folder)
@@ -205,20 +203,26 @@ def _default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unmask" / "gsm8k"
 
 
-def fingerprint(train: Sequence[Problem], test: Sequence[Problem], task: GSM8K) -> str:
+def fingerprint(task: GSM8K) -> str:
     """Sixteen hex digits that name what the tokens are made from."""
     digest = hashlib.sha256()
     settings = {key: asdict(task)[key] for key in ("answers", "resample", "seed", "vocab_size")}
     digest.update(json.dumps([settings, tokenizers.__version__]).encode())
     for source in _SOURCES:
         digest.update(Path(str(source)).read_bytes())
-    for problems in (train, test):
-        digest.update(json.dumps([(problem.question, problem.solution) for problem in problems]).encode())
+    for split in ("train", "test"):
+        path = file_of(task.folder, split)
+        if path is not None:
+            data = path.read_bytes()
+        else:
+            data = json.dumps([(row.question, row.solution) for row in read_problems(task.folder, split)]).encode()
+        digest.update(f"{split}{path.suffix if path else ''} {len(data)} ".encode() + data)
     return digest.hexdigest()[:16]
 
 
-def _make(folder: Path, hashed: str, train: Sequence[Problem], test: Sequence[Problem], task: GSM8K) -> None:
+def _make(folder: Path, hashed: str, task: GSM8K) -> None:
     """Write tokenizer.json and tokens.safetensors."""
+    train, test = (read_problems(task.folder, split) for split in ("train", "test"))
     splits = make_splits(train, test, task.answers, task.resample, task.seed)
     pairs = splits.pairs
     if not pairs["train"]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -119,18 +118,25 @@ def read_problems(source: str, split: str) -> list[Problem]:
     A folder has SPLIT.jsonl, each line an object with "question" and "answer", or SPLIT.txt, each line
     `question||steps #### answer` as in GSM8K-Aug.
     """
+    path = file_of(source, split)
+    return _from_hub(split) if path is None else _from_file(path)
+
+
+def file_of(source: str, split: str) -> Path | None:
+    """The file that a split is read from; None where it is the hub."""
     folder = Path(source).expanduser()
     if not folder.is_dir():
         if source == HUB:
-            return _from_hub(split)
+            return None
         raise ValueError(f"no folder {source!r}: give one with train.jsonl and test.jsonl, or the hub id {HUB}")
-    for name, read in ((f"{split}.jsonl", _json_line), (f"{split}.txt", _text_line)):
-        if (folder / name).is_file():
-            return _from_file(folder / name, read)
+    for path in (folder / f"{split}.jsonl", folder / f"{split}.txt"):
+        if path.is_file():
+            return path
     raise ValueError(f"{folder} has neither {split}.jsonl nor {split}.txt: put GSM8K's or GSM8K-Aug's files there")
 
 
-def _from_file(path: Path, read: Callable[[str, str], tuple[str, str]]) -> list[Problem]:
+def _from_file(path: Path) -> list[Problem]:
+    read = _json_line if path.suffix == ".jsonl" else _text_line
     problems = []
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
