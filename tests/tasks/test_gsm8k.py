@@ -19,7 +19,7 @@ from unmask.tasks import make_task
 from unmask.tasks.arithmetic import Style, decimals_of, exact, parse
 from unmask.tasks.byte_pairs import MARKS, Ragged, decode, train_tokenizer, vocabulary_of
 from unmask.tasks.gsm8k import GSM8K
-from unmask.tasks.held_out import HELD_OUT, make_splits
+from unmask.tasks.held_out import HELD_OUT, leaked, make_splits
 from unmask.tasks.resampling import _choices, find_numbers, template_of
 from unmask.tasks.task import check_task
 from unmask.tasks.word_problems import Problem, answer_in, read_problems, same_text, without_numbers
@@ -349,8 +349,9 @@ def test_forms():
 
 def leaks(splits):
     """What is where it must not be: (split, split, by what)."""
-    exactly = {name: {same_text(q) for q, _ in pairs} for name, pairs in splits.pairs.items()}
-    texts = {name: {without_numbers(q) for q, _ in pairs} for name, pairs in splits.pairs.items()}
+    pairs_of = splits.pairs | {"test": [(problem.question, "") for problem in TEST]}
+    exactly = {name: {same_text(q) for q, _ in pairs} for name, pairs in pairs_of.items()}
+    texts = {name: {without_numbers(q) for q, _ in pairs} for name, pairs in pairs_of.items()}
     found = [("train", other, "question") for other in HELD_OUT if exactly["train"] & exactly[other]]
     found += [("new-numbers", "new-numbers-dev", "question")] * bool(
         exactly["new-numbers"] & exactly["new-numbers-dev"]
@@ -361,43 +362,58 @@ def leaks(splits):
 
 
 def test_splits_do_not_leak():
-    # the same text with other numbers in train and test; in train twice, with other numbers, white space and case
+    # the same text in train twice, with other numbers, white space and case
     known = many()
-    in_test = replace(TEST[0], question="Eve  had 50 plums and ate 5 of them. How many are left?")
     twin = problem(
         "ADA had 40  pears, bought 14 more and gave away 12. How many pears has Ada now?", "40+14=54", "54-12=42"
     )
-    splits = make_splits([*known, in_test, twin, known[3]], TEST, "equations", 10, seed=0)
+    splits = make_splits([*known, twin, known[3]], "equations", 10, seed=0)
     assert leaks(splits) == []
     assert splits.templates == 42, "of 41 texts"
-    assert splits.left_out == "1 in test but for their numbers, 1 twice"
+    assert splits.left_out == "1 twice"
     sizes = {name: len(pairs) for name, pairs in splits.pairs.items()}
     assert sizes["new-templates"] >= 2 * 11
     assert sizes["new-numbers-dev"] >= 15
     assert sizes["new-numbers"] >= 70
-    assert sizes["test"] == 2
-    assert sum(sizes.values()) == 41 + 10 * 42 + 2, "as they came but one twice, ten copies of each, test"
+    assert sum(sizes.values()) == 41 + 10 * 42, "as they came but one twice, ten copies of each"
     texts = {without_numbers(q) for q, _ in splits.pairs["train"]}
     assert {without_numbers(q) for q, _ in splits.pairs["new-numbers"]} <= texts, "templates that were seen"
     assert len({q for pairs in splits.pairs.values() for q, _ in pairs}) == sum(sizes.values())
-    assert splits == make_splits([*known, in_test, twin, known[3]], TEST, "equations", 10, seed=0)
-    assert splits.pairs != make_splits([*known, in_test, twin, known[3]], TEST, "equations", 10, seed=1).pairs
+    assert splits == make_splits([*known, twin, known[3]], "equations", 10, seed=0)
+    assert splits.pairs != make_splits([*known, twin, known[3]], "equations", 10, seed=1).pairs
 
 
 def test_planted_leaks_are_found():
     """The check that finds nothing above finds what is put there."""
-    splits = make_splits(many(), TEST, "equations", 10, seed=0)
+    splits = make_splits(many(), "equations", 10, seed=0)
     splits.pairs["train"].append(splits.pairs["new-numbers"][0])
     splits.pairs["train"].append((TEST[0].question.replace("40", "60"), ""))
     assert leaks(splits) == [("train", "new-numbers", "question"), ("train", "test", "text")]
 
 
 def test_solutions_have_no_copies():
-    splits = make_splits(many(), TEST, "solution", 10, seed=0)
+    splits = make_splits(many(), "solution", 10, seed=0)
     assert {name: len(pairs) for name, pairs in splits.pairs.items()} == {
-        "train": 38, "new-numbers-dev": 0, "new-numbers": 0, "new-templates": 2, "test": 2
+        "train": 38, "new-numbers-dev": 0, "new-numbers": 0, "new-templates": 2
     }  # fmt: skip
-    assert splits.pairs["test"][0] == (TEST[0].question, TEST[0].solution)
+
+
+def test_a_training_problem_that_is_in_test_but_for_its_numbers_is_told(tmp_path):
+    again = replace(TEST[0], question="Eve  had 50 plums and ate 5 of them. How many are left?")
+    assert leaked(many(), TEST) == []
+    assert leaked([*many(), again], TEST) == [again.question]
+    write_jsonl(tmp_path / "train.jsonl", [*many(), again])
+    write_jsonl(tmp_path / "test.jsonl", TEST)
+    assert GSM8K(str(tmp_path)).leaks() == [again.question]
+
+
+def test_nothing_that_trains_reads_the_test_file(tmp_path):
+    """Without one, everything but held_out = test works."""
+    write_jsonl(tmp_path / "train.jsonl", many())
+    task = GSM8K(str(tmp_path), resample=3, vocab_size=300, cache=str(tmp_path / "cache"))
+    assert len(task.examples(torch.arange(3), "train")) == len(task.examples(torch.arange(3), "test")) == 3
+    with pytest.raises(ValueError, match=r"neither test\.jsonl nor test\.txt"):
+        replace(task, held_out="test").examples(torch.arange(1), "test")
 
 
 # ---- tokens
@@ -479,7 +495,7 @@ def test_examples_are_pure_and_go_round(task):
 def test_held_out_is_the_test_split(task, held_out):
     chosen = replace(task, held_out=held_out)
     examples = chosen.examples(torch.arange(chosen.test_examples), "test")
-    assert chosen.test_examples == len(chosen._tokens.prompts[held_out]) > 0
+    assert chosen.test_examples == len(chosen._pairs(held_out)[0]) > 0
     assert chosen.valid(examples.tokens, examples).all()
 
 

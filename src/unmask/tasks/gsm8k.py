@@ -24,7 +24,7 @@ from torch import Tensor
 
 from unmask.tasks import arithmetic, byte_pairs, held_out, resampling, word_problems
 from unmask.tasks.byte_pairs import EOS, MARKS, SMALLEST, Ragged, decode, train_tokenizer, vocabulary_of
-from unmask.tasks.held_out import HELD_OUT, SPLITS, make_splits
+from unmask.tasks.held_out import HELD_OUT, SPLITS, leaked, make_splits
 from unmask.tasks.task import Examples, check_range, prompt_kept
 from unmask.tasks.word_problems import FORMS, HUB, SCORINGS, answer_in, file_of, read_problems
 
@@ -42,7 +42,7 @@ class GSM8K:
     Prompts are padded on the left to `prompt_length`, the response has `response_length` tokens and is filled with EOS.
     `train` has the training problems and `resample` copies of each of their templates with other numbers; copies exist
     in the `equations` form only, the `solution` form has the problems as they came.  `held_out` says what the split
-    `test` means: new-numbers-dev, new-numbers, new-templates, or test, the test file itself.
+    `test` means: new-numbers-dev, new-numbers, new-templates, or test: the test file itself, read for that only.
 
     What is too long is left out of training, and counts as wrong in evaluation: its prompt is cut on the left and its
     response has no answer, so that nothing is valid.
@@ -98,7 +98,7 @@ class GSM8K:
 
     @property
     def test_examples(self) -> int:
-        return len(self._tokens.prompts[self.held_out])
+        return len(self._pairs(self.held_out)[0])
 
     @property
     def train_examples(self) -> int:
@@ -108,9 +108,26 @@ class GSM8K:
     def _tokens(self) -> Tokens:
         return load_tokens(self)
 
+    @cached_property
+    def _test_file(self) -> tuple[Ragged, Ragged]:
+        problems = read_problems(self.folder, "test")
+        pairs = [(problem.question, problem.written(self.answers)) for problem in problems]
+        prompts, responses = (Ragged.encode(self._tokens.tokenizer, list(part)) for part in zip(*pairs, strict=True))
+        return prompts, responses
+
+    def _pairs(self, split: str) -> tuple[Ragged, Ragged]:
+        """The prompts and the responses of a split."""
+        if split == "test":
+            return self._test_file
+        return self._tokens.prompts[split], self._tokens.responses[split]
+
+    def leaks(self) -> list[str]:
+        """The training questions that, but for their numbers, are in the test file.  GSM8K has none; other data may."""
+        return leaked(read_problems(self.folder, "train"), read_problems(self.folder, "test"))
+
     def _too_long(self, split: str) -> np.ndarray:
         """[rows] bool: the question or its answer has more tokens than there is room for."""
-        prompts, responses = self._tokens.prompts[split], self._tokens.responses[split]
+        prompts, responses = self._pairs(split)
         return (prompts.lengths > self.prompt_length) | (responses.lengths > self._response_length)
 
     @cached_property
@@ -135,7 +152,7 @@ class GSM8K:
         if not len(rows):
             raise ValueError(f"task {self.name}: {source} is empty: give more problems, or another held_out")
         chosen = rows[ids.numpy() % len(rows)]
-        prompts, responses = self._tokens.prompts[source], self._tokens.responses[source]
+        prompts, responses = self._pairs(source)
         answer = responses.first(chosen, self._response_length, _EOS)
         answer[self._too_long(source)[chosen]] = _EOS
         tokens = np.concatenate([prompts.last(chosen, self.prompt_length, _EOS), answer], axis=1)
@@ -210,20 +227,18 @@ def fingerprint(task: GSM8K) -> str:
     digest.update(json.dumps([settings, tokenizers.__version__]).encode())
     for source in _SOURCES:
         digest.update(Path(str(source)).read_bytes())
-    for split in ("train", "test"):
-        path = file_of(task.folder, split)
-        if path is not None:
-            data = path.read_bytes()
-        else:
-            data = json.dumps([(row.question, row.solution) for row in read_problems(task.folder, split)]).encode()
-        digest.update(f"{split}{path.suffix if path else ''} {len(data)} ".encode() + data)
+    path = file_of(task.folder, "train")
+    if path is not None:
+        data = path.read_bytes()
+    else:
+        data = json.dumps([(row.question, row.solution) for row in read_problems(task.folder, "train")]).encode()
+    digest.update(f"{path.suffix if path else ''} {len(data)} ".encode() + data)
     return digest.hexdigest()[:16]
 
 
 def _make(folder: Path, hashed: str, task: GSM8K) -> None:
     """Write tokenizer.json and tokens.safetensors."""
-    train, test = (read_problems(task.folder, split) for split in ("train", "test"))
-    splits = make_splits(train, test, task.answers, task.resample, task.seed)
+    splits = make_splits(read_problems(task.folder, "train"), task.answers, task.resample, task.seed)
     pairs = splits.pairs
     if not pairs["train"]:
         raise ValueError(f"task {task.name}: no training problem is left ({splits.left_out}): give more of them")

@@ -4,11 +4,11 @@
     new-numbers-dev  copies of the same templates with other numbers, to choose settings by
     new-numbers      the same, to report
     new-templates    5% of the templates, held out whole: the problems as they came first, then their copies
-    test             the test file, untouched
+    test             the test file, untouched; nothing that trains reads it, so it is not made here
 
-No question of train is in another split, and none of train or of new-numbers is, but for its numbers, in test or in
-new-templates.  Templates are told apart by their text without numbers, so that two problems with the same text are
-one template here.
+No question of train is in another split, and none of train or of new-numbers is, but for its numbers, in new-templates.
+Templates are told apart by their text without numbers, so that two problems with the same text are one template here.
+`leaked` tells whether training problems are, but for their numbers, in the test file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unmask.tasks.resampling import Template, template_of
 from unmask.tasks.word_problems import Problem, same_text, without_numbers
 
 HELD_OUT = ("new-numbers-dev", "new-numbers", "new-templates", "test")
-SPLITS = ("train", *HELD_OUT)
+SPLITS = ("train", "new-numbers-dev", "new-numbers", "new-templates")  # what is made of the training file
 
 NEW_TEMPLATES = 0.05  # the share of the templates
 NEW_NUMBERS = 6000  # copies, and at most every fifth
@@ -45,17 +45,21 @@ class Splits:
     left_out: str  # one line: what of the training file is not used, and why
 
 
-def make_splits(train: Sequence[Problem], test: Sequence[Problem], form: str, copies: int, seed: int) -> Splits:
+def leaked(train: Sequence[Problem], test: Sequence[Problem]) -> list[str]:
+    """The questions of train that, but for their numbers, are in test: there should be none."""
+    forbidden = {without_numbers(problem.question) for problem in test}
+    return [problem.question for problem in train if without_numbers(problem.question) in forbidden]
+
+
+def make_splits(train: Sequence[Problem], form: str, copies: int, seed: int) -> Splits:
     """The splits with `copies` of every template, fewer where its numbers leave less choice.
 
     In the `solution` form there are no copies: train and new-templates have the problems as they came.
     """
-    forbidden = {without_numbers(problem.question) for problem in test}
     texts = [without_numbers(problem.question) for problem in train]
     templates = {i: found for i, problem in enumerate(train) if (found := template_of(problem)) is not None}
-    in_test = [i for i, text in enumerate(texts) if text in forbidden]
     unwritten = [i for i, problem in enumerate(train) if form == "equations" and not problem.equations]
-    unused = {*in_test, *unwritten}
+    unused = set(unwritten)
     templates = {i: template for i, template in templates.items() if i not in unused}
 
     new_texts = _new_templates(sorted({texts[i] for i in templates}), seed)
@@ -78,8 +82,7 @@ def make_splits(train: Sequence[Problem], test: Sequence[Problem], form: str, co
         numbers_dev, numbers, rest = _held_out_copies(_in_turn(old), seed)
         pairs["new-numbers-dev"], pairs["new-numbers"] = numbers_dev, numbers
         pairs["train"] += rest
-    pairs["test"] = [(problem.question, problem.written(form)) for problem in test]
-    reasons = {"without equations": len(unwritten), "in test but for their numbers": len(in_test), "twice": repeated}
+    reasons = {"without equations": len(unwritten), "twice": repeated}
     left_out = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
     return Splits(pairs, as_they_came, len(templates), left_out)
 
