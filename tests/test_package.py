@@ -12,7 +12,8 @@ import unmask
 SOURCE = Path(unmask.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 RUN_TIME = {
-    "torch", "numpy", "safetensors", "tokenizers", "transformers", "accelerate", "typer", "rich", "matplotlib", "unmask"
+    "torch", "numpy", "safetensors", "tokenizers", "transformers", "accelerate", "typer", "rich", "matplotlib",
+    "unmask", "datasets",  # datasets is an extra: imported only where a task is asked to load from the hub
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ TASKS = {
     "permutation": "unmask.tasks.permutation:Permutation",
     "latin-square": "unmask.tasks.latin_square:LatinSquare",
     "parity-dag": "unmask.tasks.parity_dag:ParityDag",
+    "gsm8k": "unmask.tasks.gsm8k:GSM8K",
 }
 
 
