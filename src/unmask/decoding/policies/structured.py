@@ -61,7 +61,10 @@ class Blocks(Policy):
 
     def check(self, max_steps: int, num_response: Tensor) -> None:
         smallest, largest = int(num_response.min()), int(num_response.max())
-        require(smallest >= self.size, f"blocks of {self.size} are larger than a response of {smallest} tokens")
+        require(
+            smallest >= self.size,
+            f"blocks of {self.size} are larger than a response of {smallest} tokens: give smaller ones",
+        )
         blocks = -(-largest // self.size)
         require(
             max_steps >= blocks,
