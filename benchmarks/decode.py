@@ -134,17 +134,22 @@ def plain_loop(
         else:
             u = draws[i]
             if isinstance(policy, Learned):
-                p = log_p.exp()
-                top = p.topk(2, dim=-1).values
-                said = torch.stack([top[..., 0], top[..., 0] - top[..., 1], -(p * log_p).sum(-1)], dim=-1)
-                said = torch.where(masked[..., None], said, 0.0)
-                t = torch.full((B,), steps - 1 - i, device=x.device)
-                s = policy.network(states, said, masked, t, torch.full_like(t, steps), None)
+                s = selector_logits(policy, states, log_p, masked, steps - 1 - i, steps)
                 reveal = policy.network.selection.sample(s, masked, u)
             else:
                 reveal = masked & (u[:, :-1] < 1 / (steps - i))
         x[reveal] = proposal[reveal]
     return x
+
+
+def selector_logits(policy: Learned, states: Tensor, log_p: Tensor, masked: Tensor, t: int, steps: int) -> Tensor:
+    """[B, L] from hidden states [B, L, D] and log-probabilities [B, L, V], all of them."""
+    p = log_p.exp()
+    top = p.topk(2, dim=-1).values
+    said = torch.stack([top[..., 0], top[..., 0] - top[..., 1], -(p * log_p).sum(-1)], dim=-1)
+    times = torch.full((len(masked),), t, device=masked.device)
+    budget = torch.full_like(times, steps)
+    return policy.network(states, torch.where(masked[..., None], said, 0.0), masked, times, budget, None)
 
 
 def draws_of(prompts: Tensor, steps: int) -> list[Tensor]:
@@ -207,11 +212,8 @@ def differences(denoiser: Denoiser, policy: Policy, steps: int, prompts: Tensor,
             log_p = said[i][b]
             gaps = [float(log_p[n, after[b, n]] - log_p[n, out.tokens[b, n]]) for n in rewritten.nonzero()[:, 0]]
             if moved.any() and isinstance(policy, Learned):
-                thresholds, uniforms = (
-                    thresholds_of(denoiser, policy, before[b : b + 1], said[i][b], i, steps),
-                    draws[i][b],
-                )
-                near = torch.minimum((thresholds[0] - uniforms[:-1]).abs(), (thresholds[1] - uniforms[-1]).abs())
+                each, first = thresholds_of(denoiser, policy, before[b : b + 1], log_p, i, steps)
+                near = torch.minimum((each - draws[i][b, :-1]).abs(), (first - draws[i][b, -1]).abs())
                 gaps.append(float(near[moved].min()))
             elif moved.any():
                 score = log_p.amax(-1)
@@ -224,13 +226,8 @@ def differences(denoiser: Denoiser, policy: Policy, steps: int, prompts: Tensor,
 @torch.no_grad()
 def thresholds_of(denoiser: Denoiser, policy: Learned, x: Tensor, log_p: Tensor, i: int, steps: int) -> Tensor:
     """[2, L]: what the uniform of each position, and that of the sequence, are compared with in one row x [1, L]."""
-    p = log_p.exp()
-    top = p.topk(2, dim=-1).values
     masked = x == denoiser.mask_token_id
-    said = torch.stack([top[..., 0], top[..., 0] - top[..., 1], -(p * log_p).sum(-1)], dim=-1)[None]
-    t = torch.full((1,), steps - 1 - i, device=x.device)
-    said = torch.where(masked[..., None], said, 0.0)
-    s = policy.network(denoiser.hidden(x), said, masked, t, torch.full_like(t, steps), None)[0].double()
+    s = selector_logits(policy, denoiser.hidden(x), log_p[None], masked, steps - 1 - i, steps)[0].double()
     reveal = torch.where(masked[0], s.sigmoid(), 0.0)
     first = (reveal * (torch.cat([torch.ones_like(reveal[:1]), (1 - reveal).cumprod(-1)[:-1]]))).cumsum(-1)
     return torch.stack([reveal, first / first[-1]])

@@ -45,7 +45,15 @@ def test_generation_as_the_guide_shows_it(tmp_path, monkeypatch):
     assert learned.tokens.shape == (8, task.length)
     assert (learned.num_steps <= 2).all()
     assert torch.equal(learned.num_passes, learned.num_steps)
-    exec(BLOCKS[2], shown)  # a rule of your own goes on from there
+    exec(BLOCKS[2], shown)  # composed rules, token choice and an engine go on from there
+    rules, several = shown["rules"], shown["out"]
+    block = rules.parse_policy("blocks(4,stochastic(margin,0.5))")
+    assert rules.Blocks(4, rules.Stochastic(rules.Margin(), 0.5)) == block
+    assert shown["careful"].name == "learned(temperature=0.5,floor=0.01,cap=8)"
+    assert several.attention.sum(-1).tolist() == [16, 12, 9]
+    assert several.num_steps.tolist() == [4, 4, 4]
+    assert several.memory_bytes > 0
+    exec(BLOCKS[3], shown)  # and so does a rule of your own
     own, rule, canvas = shown["out"], shown["Clear"], shown["canvas"]
     assert own is not learned
     assert (own.tokens < shown["mask"]).all()
@@ -66,9 +74,9 @@ def test_checking_a_variant_as_the_guide_shows_it():
         "scorer": lambda x: torch.linspace(0, 1, x.shape[1], dtype=torch.float64).expand(len(x), -1),
         "x0": torch.tensor([0, 1, 1]),
     }
-    exec(BLOCKS[3], shown)
+    exec(BLOCKS[4], shown)
     assert shown["model"].vocab_size == 2
-    assert len(BLOCKS) == 4, "every block of the guide is run"
+    assert len(BLOCKS) == 5, "every block of the guide is run"
 
 
 def test_every_file_that_the_documentation_names_exists():

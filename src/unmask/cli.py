@@ -269,7 +269,7 @@ def sample(
             **vars(choice),
         )
         kept, count = out.attention[0], int(out.num_steps)
-        valid = task.valid(out.tokens, truth.rows(row))[0]
+        valid = task.valid(out.tokens, truth.only(row))[0]
         if row == 0:
             steps_shown = "  ".join(f"[{_colour(i)}]{i}[/]" for i in range(budget))
             console.print(f"step  {steps_shown}   [dim]prompt[/]   · mask")

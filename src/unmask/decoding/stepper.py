@@ -387,7 +387,7 @@ class Stepper:
         steps = canvas.index[:, None, None]
         if self.static:
             return self._draw(canvas, steps)[:, 0]
-        if self.turn - self.drawn_at >= self.drawn.shape[1]:  # a hash takes fifty kernels, for one step or for many
+        if self.turn - self.drawn_at >= self.drawn.shape[1]:  # a hash takes dozens of kernels, for one step or many
             ahead = torch.arange(max(1, min(self.last, AHEAD // canvas.tokens.numel())), device=steps.device)
             self.drawn, self.drawn_at = self._draw(canvas, steps + ahead[:, None]), self.turn
         return self.drawn[:, self.turn - self.drawn_at]

@@ -28,7 +28,7 @@ class Examples:
         """[B, L]: the place of each token in its own sequence, whatever the padding; it names a random draw."""
         return self.attention.long().cumsum(-1) - 1
 
-    def rows(self, row: int) -> Examples:
+    def only(self, row: int) -> Examples:
         """One example, as a batch of one."""
         return Examples(*(part[row : row + 1] for part in (self.tokens, self.response, self.attention)))
 

@@ -23,6 +23,11 @@ def rounding(values: Tensor) -> float:
     return 8 * torch.finfo(values.dtype).eps
 
 
+def prefix(order: Tensor, fits: Tensor) -> Tensor:
+    """[b, L] bool: the longest beginning of `order` [b, L] all of which `fits` [b, L]."""
+    return first(order, fits.long().cumprod(-1).sum(-1))
+
+
 @dataclass(frozen=True)
 class Threshold(Policy):
     """All masks with c_n >= threshold; if there is none, the one with the largest c_n (Fast-dLLM)."""
@@ -72,7 +77,7 @@ class Factor(Policy):
         c = log_c.gather(-1, order).exp()  # [b, L]: from the largest
         r = torch.arange(1, c.shape[-1] + 1, dtype=c.dtype, device=c.device)
         sure = (c >= 1 - self.factor / (r + 1) - rounding(c)) | (r == 1)
-        return Decision(step.masked & first(order, sure.long().cumprod(-1).sum(-1)))
+        return Decision(step.masked & prefix(order, sure))
 
 
 @dataclass(frozen=True)
@@ -102,9 +107,7 @@ class EntropyBounded(Policy):
         H = torch.where(step.masked, step.said["entropy"], 0.0).gather(-1, order)  # [b, L]
         lost = H.cumsum(-1) - H.cummax(-1).values
         alone = torch.arange(H.shape[-1], device=H.device) == 0
-        return Decision(
-            step.masked & first(order, ((lost <= self.gamma + rounding(H)) | alone).long().cumprod(-1).sum(-1))
-        )
+        return Decision(step.masked & prefix(order, (lost <= self.gamma + rounding(H)) | alone))
 
 
 @dataclass(frozen=True)
