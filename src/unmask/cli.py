@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
         _refuse(str(error))
         sys.exit(2)
     if code == 130:  # typer turns Ctrl-C into this
-        _refuse("interrupted; start training again with --force; `unmask evaluate` goes on where it stopped")
+        _refuse("interrupted; the same command goes on where it stopped")
     sys.exit(code)
 
 
@@ -133,12 +133,24 @@ def train(
         list[str] | None, typer.Option("--set", help="Override a value: --set order.budget=3. May be repeated.")
     ] = None,
     force: Force = False,
+    allow_change: Annotated[
+        bool, typer.Option("--allow-change", help="Continue an unfinished run with a recipe that differs from its own.")
+    ] = False,
     cpu: Cpu = False,
 ) -> None:
-    """Train what a recipe says: a denoiser, an order for it, or both."""
+    """Train what a recipe says: a denoiser, an order for it, or both.
+
+    Checkpoints are written as the recipe's [saving] says: after a crash the same call goes on from the last one.
+    SIGTERM saves and exits with code 75.
+    """
+    from unmask.training.keeper import Stopped
     from unmask.training.run import train as train_run
 
-    train_run(load_recipe(recipe, set_ or []), out, force=force, cpu=cpu)
+    try:
+        train_run(load_recipe(recipe, set_ or []), out, force=force, cpu=cpu, allow_change=allow_change)
+    except Stopped as stopped:
+        _refuse(str(stopped))
+        raise typer.Exit(75) from None  # EX_TEMPFAIL: try again
     typer.echo(f"model: {out}   next: unmask evaluate {out}")
 
 

@@ -12,10 +12,11 @@ from torch import nn
 
 from tests.training.small import FixedTask, json_lines, padded, same, small_model, weights
 from unmask.streams import Purpose, integers
-from unmask.training.loop import Metrics, NonFiniteError, _backward, _progress, learning_rate_factor, run_stage
+from unmask.training.loop import NonFiniteError, _backward, _progress, batch_ids, learning_rate_factor, run_stage
+from unmask.training.metrics import Metrics
 from unmask.training.objectives import DenoiseObjective, OrderObjective, Outcome
 from unmask.training.recipe import Optimisation
-from unmask.variational.estimators import LeaveOneOut
+from unmask.variational.estimators import LeaveOneOut, MovingAverage
 
 BUDGET, K = 3, 2
 TASK = FixedTask(
@@ -317,28 +318,77 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
-def test_a_number_that_is_not_finite_stops_before_the_step(tmp_path, steps, bad):
+def run_stub(tmp_path, bad, keeper=None, **values):
     stub = Stub(loss=bad)
-    with pytest.raises(NonFiniteError) as caught:
-        run_stage(
-            "stub", 0, stub, stub.rates(), stage(updates=9), TASK, 0, Accelerator(cpu=True), Metrics(tmp_path / "m")
-        )
-    message = str(caught.value)
-    assert message.startswith("stub, update 2: ")
-    assert "not finite" in message
-    assert "learning rate" in message
-    assert "\n" not in message
-    assert len(steps) == 2, "the third update was not made"
+    path = tmp_path / "metrics.jsonl"
+    how = stage(**{"updates": 9, **values})
+    try:
+        run_stage("stub", 0, stub, stub.rates(), how, TASK, 0, Accelerator(cpu=True), Metrics(path), keeper=keeper)
+    finally:
+        stub.recorded = json_lines(path)
+    return stub
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
+def test_a_number_that_is_not_finite_is_skipped_and_counted(tmp_path, steps, bad, capsys):
+    stub = run_stub(tmp_path, bad)
+    assert len(steps) == 8, "nine updates, and the third was not made"
+    assert stub.calls == 9
+    events = [line for line in stub.recorded if "event" in line]
+    assert [(line["update"], line["skipped"]) for line in events] == [(2, 1)]
+    assert "not finite" in events[0]["event"]
+    assert "stub, update 2: skipped" in capsys.readouterr().err
     for name, module in stub.networks.items():
         assert torch.isfinite(module.weight).all()
-        assert torch.equal(module.weight, steps[1]["weights"][name][0])
+        assert torch.equal(module.weight, steps[-1]["weights"][name][0])
+
+
+def bad_from(first, last=math.inf):
+    return lambda call, loss: loss * (math.nan if first <= call <= last else 1.0)
+
+
+def test_too_many_in_a_row_stop_the_run(tmp_path, steps):
+    with pytest.raises(NonFiniteError) as caught:
+        run_stub(tmp_path, bad_from(2), max_bad=3)
+    message = str(caught.value)
+    assert message.startswith("stub, update 4: loss, elbo, gradient of the loud, gradient of the quiet not finite")
+    assert "3 updates in a row" in message
+    assert ", ".join(map(str, batch_ids(0, 0, 4, stage()).tolist())) in message, "the examples of the last batch"
+    assert "learning rate" in message
+    assert "\n" not in message
+    assert len(steps) == 2, "nothing was stepped after the last good update"
+
+
+def test_a_good_one_in_between_starts_the_count_anew(tmp_path, steps):
+    stub = run_stub(tmp_path, lambda call, loss: loss * (math.nan if call % 3 else 1.0), max_bad=3)
+    assert len(steps) == 3
+    assert [line["skipped"] for line in stub.recorded if "event" in line] == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_bad_part_is_named(tmp_path):
-    stub = Stub(loss=infinite_gradient)
     with pytest.raises(NonFiniteError, match="gradient of the loud, gradient of the quiet not finite"):
-        run_stage("stub", 0, stub, stub.rates(), stage(), TASK, 0, Accelerator(cpu=True), Metrics(tmp_path / "m"))
+        run_stub(tmp_path, infinite_gradient, max_bad=1)
+
+
+def test_a_skipped_update_does_not_reach_the_moving_average(tmp_path):
+    model = small_model(budget=BUDGET)
+    baseline = MovingAverage(BUDGET)
+    objective = OrderObjective(model, BUDGET, K, baseline, 0)
+    forward, calls = objective.forward, []
+
+    def poisoned(*arguments):
+        calls.append(0)
+        if len(calls) == 2:
+            baseline(torch.full((1, K), math.nan), torch.tensor([0]))
+            return Outcome(sum(p.sum() for p in model.parameters()) * math.nan, {})
+        return forward(*arguments)
+
+    objective.forward = poisoned
+    how = stage(updates=3)
+    rates = rates_of(model, "order")
+    run_stage("order", 0, objective, rates, how, TASK, 0, Accelerator(cpu=True), Metrics(tmp_path / "m"))
+    assert torch.isfinite(baseline.mean).all()
+    assert baseline.seen.any()
 
 
 # --- what is recorded -------------------------------------------------------------------------------------------------
@@ -360,7 +410,7 @@ def test_metrics_of_the_plain_objective(tmp_path):
 def test_metrics_of_the_order_objective(tmp_path):
     _, recorded = run(tmp_path, "order", stage(updates=2))
     for line in recorded:
-        assert set(line) == FIELDS | {"reconstruction", "order_kl", "q_steps"}
+        assert set(line) == FIELDS | {"reconstruction", "order_kl", "q_steps", "saturated"}
         assert line["elbo"] == pytest.approx(line["reconstruction"] - line["order_kl"], rel=1e-9)
         assert 0 < line["q_steps"] <= BUDGET
         assert line["gradient_norm"].keys() == set(NETWORKS)
@@ -382,7 +432,7 @@ def test_metrics_are_appended(tmp_path):
 
 def test_the_progress_line_fits_in_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    with _progress("baseline", 2500, visible=True) as advance:
+    with _progress("baseline", 2500, done=0, visible=True) as advance:
         for _ in range(3):
             time.sleep(0.003)
             advance({"loss": 1.0, "elbo": -1.234, "reconstruction": -0.987, "order_kl": 0.247, "q_steps": 1.875})

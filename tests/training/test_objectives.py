@@ -13,7 +13,7 @@ from tests.training.small import padded, single, small_model
 from unmask.streams import stratified
 from unmask.tasks.task import Examples
 from unmask.training import objectives
-from unmask.training.objectives import DenoiseObjective, OrderObjective, mask_uniform_count, padding, spread
+from unmask.training.objectives import DenoiseObjective, OrderObjective, mask_uniform_count, padding, saturation, spread
 from unmask.variational.enumeration import TinyModel, posterior_chain
 from unmask.variational.estimators import LeaveOneOut, MovingAverage, NoBaseline
 
@@ -337,8 +337,8 @@ class FirstStandsForAll(_Misled):
 class FirstStepNotShared(_Misled):
     """All but the first trajectory of t = T-1 are skipped, and nothing stands for them."""
 
-    def terms(self, examples, ids, t):
-        terms, log_q, masked = super().terms(examples, ids, t)
+    def terms(self, examples, ids, t, scores=None):
+        terms, log_q, masked = super().terms(examples, ids, t, scores)
         kept = (torch.arange(K) == 0) | (t != self.budget - 1)[:, None]
         return terms._replace(reconstruction=terms.reconstruction * kept), log_q, masked
 
@@ -404,7 +404,7 @@ def test_metrics_add_up():
     examples = batch()
     outcome = order_objective()(examples, IDS, (TIMES + 0.5) / BUDGET)
     metrics = outcome.metrics
-    assert set(metrics) == {"elbo", "reconstruction", "order_kl", "q_steps"}
+    assert set(metrics) == {"elbo", "reconstruction", "order_kl", "q_steps", "saturated"}
     assert not any(value.requires_grad for value in metrics.values())
     assert metrics["elbo"].item() == pytest.approx((metrics["reconstruction"] - metrics["order_kl"]).item(), rel=1e-9)
     assert metrics["reconstruction"] < 0
@@ -418,6 +418,12 @@ def test_mean_steps_of_q():
     outcome = objective(examples, IDS, (TIMES + 0.5) / BUDGET)
     assert outcome.metrics["q_steps"].item() == pytest.approx(BUDGET * masked.any(-1).double().mean().item())
     assert 0 < outcome.metrics["q_steps"] < BUDGET
+
+
+def test_saturation_counts_scores_of_the_response_near_the_ends():
+    scores = torch.tensor([[0.0, 1.0, 0.5, 0.0], [0.9995, 0.002, 0.5, 0.9]])
+    response = torch.tensor([[True, True, True, False], [True, True, False, True]])
+    assert saturation(scores, response).item() == pytest.approx(3 / 6)
 
 
 def network_gradients(loss, model):
@@ -546,7 +552,7 @@ def test_the_moving_average_is_asked_with_the_times():
     objective = order_objective()
     objective.baseline = MovingAverage(BUDGET)
     objective(batch(), IDS, (TIMES + 0.5) / BUDGET)
-    objective.begin_update(0.1)
+    objective.baseline.fold()
     terms, _, _ = objective.terms(batch(), IDS, TIMES)
     for t in range(BUDGET):
         assert objective.baseline.mean[t].item() == pytest.approx(terms.elbo[t == TIMES].mean().item(), rel=1e-9)

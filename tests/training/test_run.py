@@ -13,7 +13,8 @@ from accelerate.state import AcceleratorState
 from tests.training.small import TINY_RECIPE, contents, json_lines, same, weights
 from unmask.models.order_model import ModelFolderError, OrderModel
 from unmask.training import run as run_module
-from unmask.training.loop import Metrics, NonFiniteError, run_stage
+from unmask.training.loop import NonFiniteError, run_stage
+from unmask.training.metrics import Metrics
 from unmask.training.objectives import DenoiseObjective
 from unmask.training.recipe import ModelRecipe, Recipe, RecipeError, load_recipe
 from unmask.training.run import RunFolderError, continued, load_run, load_task, train
@@ -413,10 +414,9 @@ def test_an_interrupted_run_is_unfinished_and_can_be_replaced(base, tmp_path, mo
     monkeypatch.undo()
     with pytest.raises(ModelFolderError, match=r"config\.json is missing, so no finished model is here"):
         load_run(tmp_path / "run")
-    with pytest.raises(RunFolderError, match="--force"):
-        train(recipe(base), tmp_path / "run", cpu=True)
     train(recipe(base), tmp_path / "run", force=True, cpu=True)
     load_run(tmp_path / "run")
+    assert contents(tmp_path / "run").keys() == contents(base / "frozen").keys()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"task": {"name": "groups"}, "from_another_version": 1}'])
@@ -441,28 +441,32 @@ def test_a_run_of_another_version_is_refused(base, tmp_path):
 
 
 @pytest.mark.parametrize(("bad_stage", "objective"), [("denoise", "DenoiseObjective"), ("order", "OrderObjective")])
-def test_a_loss_that_is_not_finite_saves_the_last_good_state(base, tmp_path, monkeypatch, bad_stage, objective):
+def test_a_loss_that_is_not_finite_saves_the_state_before(base, tmp_path, monkeypatch, bad_stage, objective):
+    """And the run goes on from there to where it would have come without, once the cause is mended."""
     cls = getattr(run_module, objective)
-    original, states = cls.forward, []
+    original, calls = cls.forward, []
 
     def forward(self, *arguments):
-        states.append(weights(self.model if bad_stage == "order" else self.denoiser))
+        calls.append(0)
         outcome = original(self, *arguments)
-        return outcome._replace(loss=outcome.loss * float("nan")) if len(states) == 3 else outcome
+        return outcome._replace(loss=outcome.loss * float("nan")) if len(calls) >= 2 else outcome
 
-    monkeypatch.setattr(cls, "forward", forward)
     folder = tmp_path / "run"
-    with pytest.raises(NonFiniteError) as caught:
-        train(recipe(base, *JOINT), folder, cpu=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, "forward", forward)
+        with pytest.raises(NonFiniteError) as caught:
+            train(recipe(base, *JOINT, f"{bad_stage}.max_bad=2"), folder, cpu=True)
     message = one_line(caught)
     assert f"{bad_stage}, update 2: loss, gradient of the denoiser" in message
-    assert str(folder / "last-good") in message
-    saved = OrderModel.from_pretrained(folder / "last-good")
-    assert same(weights(saved if bad_stage == "order" else saved.denoiser), states[2])
-    assert not same(states[2], states[1]), "two updates were made"
-    assert not (folder / "config.json").exists(), "the run is not finished"
+    assert "the state before update 1 is saved" in message
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"{bad_stage}-00000001"]
     with pytest.raises(ModelFolderError):
         load_run(folder)
+    train(recipe(base, *JOINT, f"{bad_stage}.max_bad=2"), folder, cpu=True)
+    for part in (".", "baseline"):
+        one, other = (OrderModel.from_pretrained(where / part) for where in (folder, base / "joint"))
+        assert same(weights(one), weights(other))
+    assert not any("event" in line for line in json_lines(folder / "metrics.jsonl"))
 
 
 def test_a_finished_run_is_replaced_only_by_a_finished_one(base, tmp_path, monkeypatch):

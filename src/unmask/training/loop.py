@@ -6,21 +6,23 @@ hidden state: what update 1,000 does can be said without running the 999 before 
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from unmask.streams import Purpose, integers, stratified
+from unmask.training.checkpoints import warn
+from unmask.training.collapse import CollapseGuard
+from unmask.training.keeper import Keeper, Stopped
+from unmask.training.metrics import Metrics
 from unmask.training.recipe import Optimisation
+from unmask.training.state import StageState
 
 if TYPE_CHECKING:
     from unmask.tasks.task import Task
@@ -29,18 +31,7 @@ Rates = dict[str, tuple[nn.Module, float]]  # a network by name: its module and 
 
 
 class NonFiniteError(ValueError):
-    """The loss or a gradient was not finite; the weights are those of the last good update."""
-
-
-class Metrics:
-    """Append-only JSONL, one object a line."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def write(self, **values: Any) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(values) + "\n")
+    """The loss or a gradient was not finite too often; the weights are those of the last good update."""
 
 
 def learning_rate_factor(update: int, stage: Optimisation) -> float:
@@ -62,8 +53,11 @@ def run_stage(
     accelerator: Accelerator,
     metrics: Metrics,
     begin_update: Callable[[float], None] = lambda progress: None,
+    *,
+    keeper: Keeper | None = None,
+    guard: CollapseGuard | None = None,
 ) -> None:
-    """Minimise `objective` for `stage.updates` updates.
+    """Minimise `objective` for `stage.updates` updates, less those that the keeper's checkpoint has behind it.
 
     rates: for each network by name, its module and learning rate; 0 freezes it.  Each network is clipped by its own
     norm, so a spike in the scorer's noisy gradient does not shrink the others' steps.
@@ -76,39 +70,60 @@ def run_stage(
         {"params": list(module.parameters()), "lr": rates[key][1], "name": key} for key, module in networks.items()
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=stage.weight_decay)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: learning_rate_factor(update, stage))
     run, optimizer = accelerator.prepare(objective, optimizer)
-    average = AveragedModel(objective, multi_avg_fn=get_ema_multi_avg_fn(stage.ema)) if stage.ema else None
+    state = StageState(objective, optimizer.optimizer, stage.ema, guard)
+    if keeper is not None:
+        keeper.begin(state)
 
     objective.train()
-    started = time.perf_counter()
-    with _progress(name, stage.updates, accelerator.is_main_process) as advance:
-        for update in range(stage.updates):
+    started = time.perf_counter() - state.seconds
+    with _progress(name, stage.updates, state.update, accelerator.is_main_process) as advance:
+        for update in range(state.update, stage.updates):
+            factor = state.rate_scale * learning_rate_factor(update, stage)
+            for group in optimizer.param_groups:
+                group["lr"] = rates[group["name"]][1] * factor
             begin_update(update / stage.updates)
             recorded = _backward(run, update, index, stage, task, seed, accelerator)
             norms = {
                 key: float(accelerator.clip_grad_norm_(module.parameters(), stage.clip))
                 for key, module in networks.items()
             }
-            _check_finite(recorded, norms, name, update)
-            optimizer.step()
-            schedule.step()
+            wrong = _not_finite(recorded, norms)
+            if not wrong:
+                optimizer.step()
+                if state.average is not None:
+                    state.average.update()
             optimizer.zero_grad(set_to_none=True)
-            if average is not None:
-                average.update_parameters(objective)
+            events = _after_update(state, wrong, recorded, accelerator)
+            state.seconds = time.perf_counter() - started
             advance(recorded)
-            if accelerator.is_main_process and (update % 20 == 0 or update == stage.updates - 1):
-                metrics.write(
-                    stage=name,
-                    update=update,
-                    **recorded,
-                    gradient_norm=norms,
-                    rate_factor=round(learning_rate_factor(update, stage), 6),
-                    seconds=round(time.perf_counter() - started, 3),
-                )
-    if average is not None:
-        objective.load_state_dict(average.module.state_dict())
+            if accelerator.is_main_process:
+                for event in events:
+                    warn(f"{name}, update {update}: {event['event']}")
+                    metrics.write(stage=name, update=update, **event)
+                if not wrong and (update % 20 == 0 or update == stage.updates - 1):
+                    metrics.write(
+                        stage=name,
+                        update=update,
+                        **recorded,
+                        gradient_norm=norms,
+                        rate_factor=round(factor, 6),
+                        seconds=round(state.seconds, 3),
+                    )
+            state.update = update + 1
+            if state.in_a_row == stage.max_bad:
+                _give_up(name, state, stage, wrong, batch_ids(seed, index, update, stage), keeper)
+            if keeper is not None:
+                _keep(name, state, stage, keeper, accelerator)
+    if state.average is not None:
+        state.average.apply()
     objective.eval()
+    accelerator.free_memory()
+
+
+def batch_ids(seed: int, index: int, update: int, stage: Optimisation) -> Tensor:
+    """[B]: the examples of an update, over all processes and micro-batches."""
+    return integers(seed, Purpose.EXAMPLE, index, update * stage.batch + torch.arange(stage.batch))
 
 
 def _backward(
@@ -126,7 +141,7 @@ def _backward(
     mine = torch.arange(accelerator.process_index, stage.batch, accelerator.num_processes)
     for micro in range(stage.accumulate):
         slots = mine[micro :: stage.accumulate]
-        ids = integers(seed, Purpose.EXAMPLE, index, update * stage.batch + slots)
+        ids = batch_ids(seed, index, update, stage)[slots]
         examples = task.examples(ids, "train").to(accelerator.device)
         if not examples.response.any(-1).all():
             empty = int(ids[~examples.response.any(-1).cpu()][0])
@@ -142,16 +157,72 @@ def _backward(
     return {key: float(value) for key, value in total.items()}
 
 
-def _check_finite(recorded: dict[str, float], norms: dict[str, float], name: str, update: int) -> None:
-    """Raise before the optimiser steps, so that the weights stay good."""
+def _not_finite(recorded: dict[str, float], norms: dict[str, float]) -> list[str]:
+    """What forbids the update: looked at before the optimiser steps, so that the weights stay good."""
     wrong = [key for key, value in recorded.items() if not math.isfinite(value)]
-    wrong += [f"gradient of the {key}" for key, value in norms.items() if not math.isfinite(value)]
+    return wrong + [f"gradient of the {key}" for key, value in norms.items() if not math.isfinite(value)]
+
+
+def _after_update(
+    state: StageState, wrong: list[str], recorded: dict[str, float], accelerator: Accelerator
+) -> list[dict[str, Any]]:
+    """Counters, the moving baseline and the collapse guard; what there is to report."""
+    baseline, guard = state.baseline, state.guard
     if wrong:
-        raise NonFiniteError(f"{name}, update {update}: {', '.join(wrong)} not finite; try a smaller learning rate")
+        state.skipped, state.in_a_row = state.skipped + 1, state.in_a_row + 1
+        if baseline is not None:
+            baseline.forget()
+        return [{"event": f"skipped, {', '.join(wrong)} not finite", "skipped": state.skipped}]
+    state.in_a_row = 0
+    if baseline is not None:
+        baseline.fold(lambda sums: accelerator.reduce(sums.to(accelerator.device), "sum").cpu())
+    if guard is None:
+        return []
+    why = guard.watch(recorded)
+    if guard.restored_rate and guard.at_best:
+        state.keep_best()
+    if why is None:
+        return []
+    said = f"THE ORDER HAS COLLAPSED: {why}"
+    if state.best:
+        state.restore_best(guard.restored_rate)
+        said += f"; the best order is restored, learning rates times {state.rate_scale:g}"
+    else:
+        said += "; try a smaller scorer_rate, a larger kl_weight, or on_collapse = 'restore'"
+    return [{"event": said}]
+
+
+def _give_up(
+    name: str, state: StageState, stage: Optimisation, wrong: list[str], ids: Tensor, keeper: Keeper | None
+) -> None:
+    """Save the state before the updates that went wrong, which skipped ones left as it was, and say which those are."""
+    last = state.update - 1
+    state.update, state.skipped, state.in_a_row = state.update - stage.max_bad, state.skipped - stage.max_bad, 0
+    saved = ""
+    if keeper is not None:
+        keeper.save(name, state)
+        saved = f"; the state before update {state.update} is saved"
+    times = f"{stage.max_bad} updates in a row" if stage.max_bad > 1 else "once, and max_bad is 1"
+    raise NonFiniteError(
+        f"{name}, update {last}: {', '.join(wrong)} not finite, {times}; the last batch held the examples "
+        f"{', '.join(map(str, ids.tolist()))}{saved}; try a smaller learning rate"
+    )
+
+
+def _keep(name: str, state: StageState, stage: Optimisation, keeper: Keeper, accelerator: Accelerator) -> None:
+    """Save if it is time to, and stop if the run was told to: on all processes if on one."""
+    wishes = torch.tensor([keeper.stop.came, keeper.due(state.update)], dtype=torch.float32)
+    if accelerator.num_processes > 1:
+        wishes = accelerator.reduce(wishes.to(accelerator.device)).cpu()
+    stop, due = (wishes > 0).tolist()
+    if stop or due:
+        keeper.save(name, state)
+    if stop:
+        raise Stopped(f"stopped by SIGTERM; stage {name} is saved after update {state.update} of {stage.updates}")
 
 
 @contextmanager
-def _progress(name: str, updates: int, visible: bool) -> Iterator[Callable[[dict[str, float]], None]]:
+def _progress(name: str, updates: int, done: int, visible: bool) -> Iterator[Callable[[dict[str, float]], None]]:
     """A progress line: update, rate, time left, and smoothed metrics; all of them fit in 80 columns."""
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -165,7 +236,7 @@ def _progress(name: str, updates: int, visible: bool) -> Iterator[Callable[[dict
     )
     labels = {"elbo": "bound", "reconstruction": "recon", "order_kl": "KL", "q_steps": "Q steps"}
     with Progress(*columns, disable=not visible, refresh_per_second=4) as bar:
-        line = bar.add_task(name, total=updates, said="", rate="")
+        line = bar.add_task(name, total=updates, completed=done, said="", rate="")
 
         def advance(recorded: dict[str, float]) -> None:
             for key in recorded:

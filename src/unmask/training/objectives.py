@@ -17,7 +17,7 @@ from unmask.models.order_model import OrderModel
 from unmask.streams import Purpose, uniforms
 from unmask.tasks.task import Examples
 from unmask.variational.elbo import BoundTerms, bound_terms
-from unmask.variational.estimators import Baseline, MovingAverage, estimate_bound
+from unmask.variational.estimators import Baseline, estimate_bound
 from unmask.variational.posterior import log_prob, sample_times, sample_trajectories
 
 
@@ -109,7 +109,8 @@ class OrderObjective(nn.Module):
         """examples and ids [B]; u [B] stratified uniforms, which choose the times t."""
         t = sample_times(u.to(ids.device), self.budget)
         num_response = examples.response.sum(-1)
-        terms, log_q, masked = self.terms(examples, ids, t)
+        scores = self.scores(examples)
+        terms, log_q, masked = self.terms(examples, ids, t, scores)
         objective = terms.reconstruction - self.kl_weight * terms.order_kl
         estimate = estimate_bound(objective, log_q, t, self.budget, self.baseline)
         loss = (estimate.loss / num_response).mean()
@@ -123,20 +124,26 @@ class OrderObjective(nn.Module):
             "order_kl": per_token(terms.order_kl),
             # E[steps] = sum_t P(x_{t+1} holds a mask): the same uniform t estimates it
             "q_steps": self.budget * masked.any(-1).float().mean(),
+            "saturated": saturation(scores, examples.response),
         }
         return Outcome(loss, metrics)
 
     def begin_update(self, progress: float) -> None:
-        """Set the KL weight at `progress` in [0, 1) of the stage; let a moving average take in the update before."""
+        """Set the KL weight at `progress` in [0, 1) of the stage."""
         self.kl_weight = 1 + (self.initial_kl_weight - 1) * max(0.0, 1 - 2 * progress)
-        if isinstance(self.baseline, MovingAverage):
-            self.baseline.fold()
 
-    def terms(self, examples: Examples, ids: Tensor, t: Tensor) -> tuple[BoundTerms, Tensor, Tensor]:
+    def scores(self, examples: Examples) -> Tensor:
+        """alpha [B, L]: one pass, whatever k and t."""
+        assert self.model.scorer is not None
+        scores: Tensor = self.model.scorer(examples.tokens, padding(examples))
+        return scores
+
+    def terms(
+        self, examples: Examples, ids: Tensor, t: Tensor, scores: Tensor | None = None
+    ) -> tuple[BoundTerms, Tensor, Tensor]:
         """F1 and KL [B, k], log Q [B, k] and the masks of x_{t+1} [B, k, L], at the times t [B]."""
         model, k, response = self.model, self.trajectories, examples.response
-        assert model.scorer is not None
-        scores = model.scorer(examples.tokens, padding(examples))  # [B, L]: one pass, whatever k and t
+        scores = self.scores(examples) if scores is None else scores
         drawn = sample_trajectories(scores, response, t, self.budget, model.config.tau, self._uniforms(ids, examples))
         log_q = log_prob(scores, response, t, self.budget, model.config.tau, drawn)
 
@@ -173,6 +180,12 @@ class OrderObjective(nn.Module):
         trajectory = torch.arange(self.trajectories, device=ids.device)[:, None]
         position = examples.position[:, None]  # [B, 1, L]
         return uniforms(self.seed, Purpose.TRAJECTORY, ids[:, None, None], trajectory, steps, position)
+
+
+def saturation(scores: Tensor, response: Tensor) -> Tensor:
+    """The share of the response's scores [B, L] within 1/1000 of 0 or 1, where the sigmoid passes hardly a gradient."""
+    alpha = scores.detach()
+    return (((alpha < 1e-3) | (alpha > 1 - 1e-3)) & response).sum() / response.sum()
 
 
 def padding(examples: Examples) -> Tensor | None:

@@ -6,6 +6,7 @@ seed, init        top-level values
 [denoise]         the plain masked-diffusion objective
 [order]           the paper's objective
 [evaluate]        what to compare when training is done
+[saving]          how often a checkpoint is written, and how many are kept
 """
 
 from __future__ import annotations
@@ -91,9 +92,10 @@ class Optimisation:
     weight_decay: float = 0.0
     clip: float = 1.0  # each network's gradient is clipped by its own norm
     ema: float = 0.0  # decay of an average of the weights that replaces them at the end; 0: none
+    max_bad: int = 5  # an update whose loss or gradient is not finite is skipped; this many in a row stop the run
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "updates", "batch", "accumulate")
+        _at_least(self, 1, "updates", "batch", "accumulate", "max_bad")
         _at_least(self, 0, "warmup", "weight_decay", "final_rate")
         if self.clip <= 0:
             raise ValueError(f"clip must be above 0, got {self.clip}")
@@ -125,6 +127,8 @@ class OrderRecipe(Optimisation):
     scorer_rate: float = 1e-3
     kl_weight: float = 1.0  # of the order KL at the first update, falling to 1 at half time; the paper has 1 throughout
     attach_selector: bool = False  # let the selector's loss reach the denoiser
+    on_collapse: Literal["report", "restore"] = "report"  # restore: go back to the best order, at a smaller rate
+    restored_rate: float = 0.5  # the learning rates are multiplied by this when an order is restored
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,6 +149,8 @@ class OrderRecipe(Optimisation):
             raise ValueError("denoiser_rate, selector_rate and scorer_rate are all 0: nothing would be learned")
         if self.attach_selector and self.denoiser_rate == 0:
             raise ValueError("attach_selector needs denoiser_rate > 0: a frozen denoiser takes no gradient")
+        if not 0 < self.restored_rate <= 1:
+            raise ValueError(f"restored_rate must lie above 0 and be at most 1, got {self.restored_rate}")
 
 
 @dataclass(frozen=True)
@@ -169,12 +175,24 @@ class EvaluateRecipe:
 
 
 @dataclass(frozen=True)
+class SavingRecipe:
+    every_seconds: float = 60.0  # a checkpoint as soon as the last one is older
+    every_updates: int = 0  # and after this many updates; 0: by the clock alone
+    keep: int = 3  # of the newest
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "every_seconds", "every_updates")
+        _at_least(self, 1, "keep")
+
+
+@dataclass(frozen=True)
 class Recipe:
     task: dict[str, Any]
     model: ModelRecipe = field(default_factory=ModelRecipe)
     denoise: DenoiseRecipe | None = None
     order: OrderRecipe | None = None
     evaluate: EvaluateRecipe = field(default_factory=EvaluateRecipe)
+    saving: SavingRecipe = field(default_factory=SavingRecipe)
     seed: int = 0
     init: str = ""  # a run folder whose denoiser to start from
     precision: Literal["no", "bf16"] = "no"  # autocast

@@ -1,23 +1,16 @@
-"""From a recipe to a run folder.
-
-RUN/config.json, model.safetensors, tokenizer.json    the model, written last: a folder without it is unfinished
-RUN/recipe.json                                       the recipe, resolved
-RUN/metrics.jsonl                                     one object a line
-RUN/denoiser/                                         the denoiser as it was before order learning
-RUN/baseline/                                         joint order learning only: that denoiser, plainly trained on for
-                                                      as many further sequences, which is what heuristics run on
-"""
+"""From a recipe to a run folder: up to three stages, each of which a crash may interrupt anywhere (`folder.py`)."""
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from accelerate.state import AcceleratorState
 
 from unmask.models.backbone import SIZES, Backbone, BackboneConfig
 from unmask.models.networks import Selector, SelectorConfig
@@ -25,73 +18,172 @@ from unmask.models.order_model import ModelFolderError, OrderModel, OrderModelCo
 from unmask.suggest import did_you_mean
 from unmask.tasks import make_task
 from unmask.tasks.task import Task, check_task
-from unmask.training.loop import Metrics, NonFiniteError, Rates, run_stage
+from unmask.training.checkpoints import CheckpointFolder
+from unmask.training.collapse import CollapseGuard
+from unmask.training.folder import RunFolderError, finish, locked, prepare, save_stage, settle_recipe
+from unmask.training.keeper import Keeper, Stopped, StopSignal, stop_signal
+from unmask.training.loop import Rates, run_stage
+from unmask.training.metrics import Metrics
 from unmask.training.objectives import DenoiseObjective, OrderObjective
 from unmask.training.recipe import DenoiseRecipe, ModelRecipe, Optimisation, OrderRecipe, Recipe, RecipeError
 from unmask.variational.estimators import Baseline, LeaveOneOut, MovingAverage, NoBaseline
 
-Hook = Callable[[float], None]
 
+def train(
+    recipe: Recipe, out: Path, *, force: bool = False, cpu: bool = False, allow_change: bool = False
+) -> OrderModel:
+    """Train what the recipe says into the folder `out` and return the model; an unfinished run there is continued.
 
-class RunFolderError(ValueError):
-    """A run folder that cannot be used; the message says what to do."""
-
-
-def train(recipe: Recipe, out: Path, *, force: bool = False, cpu: bool = False) -> OrderModel:
-    """Train what the recipe says into the folder `out` and return the model."""
+    Raises Stopped when SIGTERM came and the run was saved.
+    """
     task = _task(recipe)
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
-    accelerator = Accelerator(mixed_precision=recipe.precision, cpu=cpu)
+    with ExitStack() as stack:
+        accelerator = stack.enter_context(_accelerator(recipe, cpu))
+        model = _new_model(recipe, task)
+        replaced = prepare(out, force)
+        stack.enter_context(locked(out))
+        settle_recipe(recipe, out, allow_change)
+        stop = stack.enter_context(stop_signal())
+        try:
+            model = _Training(recipe, task, out, accelerator, stop).run(model)
+        except Stopped as stopped:
+            raise Stopped(f"{stopped}; the same command goes on from there") from None
+        if replaced is not None:
+            shutil.rmtree(replaced)
+        return model
+
+
+class _Training:
+    """The stages of a run.  What is finished is read from its folder, what is under way goes on from its checkpoint."""
+
+    def __init__(self, recipe: Recipe, task: Task, out: Path, accelerator: Accelerator, stop: StopSignal) -> None:
+        self.recipe, self.task, self.out, self.accelerator = recipe, task, out, accelerator
+        self.metrics = Metrics(out / "metrics.jsonl")
+        self.checkpoints = CheckpointFolder(out / "checkpoints", recipe.saving.keep)
+        self.checkpoints.folder.mkdir(exist_ok=True)
+        self.keeper = Keeper(
+            self.checkpoints, recipe.saving, self.metrics, stop, {"recipe": dataclasses.asdict(recipe)}
+        )
+        self.finished: list[str] = []
+
+    def run(self, model: OrderModel) -> OrderModel:
+        """`model` as it was born or as `init` has it."""
+        recipe, out = self.recipe, self.out
+        _place(model, recipe, self.accelerator)
+        before = self._before(model)
+        if recipe.order is not None and before is not None:
+            joint = recipe.order.denoiser_rate > 0
+            model.denoiser.load_state_dict(before.denoiser.state_dict())
+            self._order(model, recipe.order, out / "order" if joint else None)
+            if joint:
+                self._baseline(before, out / "baseline")
+        model.requires_grad_(True).eval()
+        finish(model, out)
+        return model
+
+    def _before(self, model: OrderModel) -> OrderModel | None:
+        """The plain denoiser, in RUN/denoiser if an order follows; without one, `model` itself has been trained."""
+        recipe, folder = self.recipe, self.out / "denoiser"
+        if recipe.order is not None and folder.exists():
+            self.finished.append("denoise")
+            return _place(OrderModel.from_pretrained(folder), recipe, self.accelerator)
+        if recipe.denoise is not None:
+            rates: Rates = {"denoiser": (model.denoiser, recipe.denoise.learning_rate)}
+            index = 3 if recipe.init else 0  # the run that `init` names may have seen the examples of stage 0
+            self._stage("denoise", index, DenoiseObjective(model.denoiser, recipe.seed), rates, recipe.denoise)
+        if recipe.order is None:
+            return None
+        before = _place(_copy_denoiser(model), recipe, self.accelerator)
+        save_stage(before, folder)
+        self.checkpoints.remove("denoise")
+        return before
+
+    def _order(self, model: OrderModel, how: OrderRecipe, folder: Path | None) -> None:
+        """Learn the order.  It has a folder of its own if the baseline is still to come."""
+        if folder is not None and folder.exists():
+            model.load_state_dict(OrderModel.from_pretrained(folder).state_dict())
+            self.finished.append("order")
+            return
+        objective = OrderObjective(
+            model,
+            how.budget,
+            how.trajectories,
+            _baseline(how),
+            self.recipe.seed,
+            learn_denoiser=how.denoiser_rate > 0,
+            attach_selector=how.attach_selector,
+            initial_kl_weight=how.kl_weight,
+        )
+        guard = CollapseGuard(how.budget, how.restored_rate if how.on_collapse == "restore" else 0.0)
+        self._stage("order", 1, objective, _order_rates(model, how), how, guard)
+        if folder is not None:
+            save_stage(model, folder)
+            self.checkpoints.remove("order")
+
+    def _baseline(self, before: OrderModel, folder: Path) -> None:
+        """The same denoiser, plainly trained on: what heuristics run on beside a jointly trained one."""
+        if folder.exists():
+            return
+        plain = continued(self.recipe)
+        rates: Rates = {"denoiser": (before.denoiser, plain.learning_rate)}
+        self._stage("baseline", 2, DenoiseObjective(before.denoiser, self.recipe.seed), rates, plain)
+        save_stage(before, folder)
+
+    def _stage(
+        self,
+        name: str,
+        index: int,
+        objective: DenoiseObjective | OrderObjective,
+        rates: Rates,
+        how: Optimisation,
+        guard: CollapseGuard | None = None,
+    ) -> None:
+        """`index` names the stage's stream of examples and times: no two stages see the same ones."""
+        found = self.keeper.resume = self.checkpoints.newest(name)
+        self.metrics.rewind(self.finished, name, found.facts["update"] if found else 0)
+        begin = objective.begin_update if isinstance(objective, OrderObjective) else lambda progress: None
+        seed, accelerator = self.recipe.seed, self.accelerator
+        run_stage(
+            name,
+            index,
+            objective,
+            rates,
+            how,
+            self.task,
+            seed,
+            accelerator,
+            self.metrics,
+            begin,
+            keeper=self.keeper,
+            guard=guard,
+        )
+        self.finished.append(name)
+
+
+@contextmanager
+def _accelerator(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
+    """An Accelerator with the recipe's precision.
+
+    Accelerate keeps one precision a process; ours is put in its place for the time of the training.
+    """
+    shared = AcceleratorState._shared_state
+    before = dict(shared)
+    shared.clear()
+    try:
+        yield Accelerator(mixed_precision=recipe.precision, cpu=cpu)
+    finally:
+        shared.clear()
+        shared.update(before)
+
+
+def _new_model(recipe: Recipe, task: Task) -> OrderModel:
+    """As the seed has it born, or as `init` has it; the caller's random state is left alone."""
     with torch.random.fork_rng(), torch.device("cpu"):
         torch.manual_seed(recipe.seed)
         denoiser = _denoiser(recipe, task)
-        model = _with_order(denoiser, recipe) if recipe.order else denoiser
-    replaced = _prepare_folder(out, force)
-    (out / "recipe.json").write_text(recipe.to_json())
-    metrics = Metrics(out / "metrics.jsonl")
-    _place(model, recipe, accelerator)
-
-    def stage(
-        name: str, index: int, objective: nn.Module, rates: Rates, how: Optimisation, trained: OrderModel, **hook: Hook
-    ) -> None:
-        """`index` names the stage's stream of examples and times: no two stages see the same ones."""
-        try:
-            run_stage(name, index, objective, rates, how, task, recipe.seed, accelerator, metrics, **hook)
-        except NonFiniteError as error:
-            trained.save_pretrained(out / "last-good")
-            raise NonFiniteError(f"{error}; the last good state is in {out / 'last-good'}") from None
-
-    rates: Rates
-    if recipe.denoise:
-        rates = {"denoiser": (model.denoiser, recipe.denoise.learning_rate)}
-        index = 3 if recipe.init else 0  # the run that `init` names may have seen the examples of stage 0
-        stage("denoise", index, DenoiseObjective(model.denoiser, recipe.seed), rates, recipe.denoise, model)
-    if recipe.order:
-        before = _place(_copy_denoiser(model), recipe, accelerator)
-        before.save_pretrained(out / "denoiser")
-        order = OrderObjective(
-            model,
-            recipe.order.budget,
-            recipe.order.trajectories,
-            _baseline(recipe.order),
-            recipe.seed,
-            learn_denoiser=recipe.order.denoiser_rate > 0,
-            attach_selector=recipe.order.attach_selector,
-            initial_kl_weight=recipe.order.kl_weight,
-        )
-        rates = _order_rates(model, recipe.order)
-        stage("order", 1, order, rates, recipe.order, model, begin_update=order.begin_update)
-        if recipe.order.denoiser_rate > 0:
-            plain = continued(recipe)
-            rates = {"denoiser": (before.denoiser, plain.learning_rate)}
-            stage("baseline", 2, DenoiseObjective(before.denoiser, recipe.seed), rates, plain, before)
-            before.save_pretrained(out / "baseline")
-    model.requires_grad_(True).eval()
-    model.save_pretrained(out)
-    if replaced is not None:
-        shutil.rmtree(replaced)
-    return model
+        return _with_order(denoiser, recipe) if recipe.order else denoiser
 
 
 def continued(recipe: Recipe) -> DenoiseRecipe:
@@ -137,26 +229,6 @@ def _task(recipe: Recipe) -> Task:
     except ValueError as error:
         raise RecipeError(str(error)) from None
     return task
-
-
-def _prepare_folder(out: Path, force: bool) -> Path | None:
-    """An empty folder `out`.  A finished run that `force` replaces is kept beside it until the new one is finished."""
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise RunFolderError(f"{out} is a {'link' if out.is_symlink() else 'file'}: give another --out")
-    replaced = None
-    if out.is_dir() and any(out.iterdir()):
-        if not force:
-            raise RunFolderError(f"{out} already holds something: give another --out, or --force to replace it")
-        if not (out / "recipe.json").exists():  # a run's first file; config.json alone is any model of anybody
-            raise RunFolderError(f"{out} is not a run folder, so --force will not replace it: give another --out")
-        if (out / "config.json").exists():
-            replaced = out.with_name(f"{out.name}.replaced")
-            shutil.rmtree(replaced, ignore_errors=True)
-            out.rename(replaced)
-        else:
-            shutil.rmtree(out)  # never finished
-    out.mkdir(parents=True, exist_ok=True)
-    return replaced
 
 
 def _denoiser(recipe: Recipe, task: Task) -> OrderModel:

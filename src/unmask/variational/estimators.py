@@ -12,6 +12,7 @@ terms.  The surrogate's own value means nothing: report `elbo`, differentiate `l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -49,7 +50,8 @@ class NoBaseline:
 class MovingAverage:
     """b = an exponential moving average of F at the same t over the updates before this one.
 
-    Call `fold` after every update: until then its micro-batches all see the same baseline.
+    Call `fold` after every update, or `forget` after one that was skipped: until then its micro-batches all see the
+    same baseline.
     """
 
     min_trajectories = 1
@@ -58,7 +60,7 @@ class MovingAverage:
         self.decay = decay
         self.mean = torch.zeros(budget, dtype=torch.float64)  # [T]
         self.seen = torch.zeros(budget, dtype=torch.bool)  # [T]
-        self._clear()
+        self.forget()
 
     def __call__(self, values: Tensor, t: Tensor) -> Tensor:
         means, t_cpu = values.detach().mean(-1).double().cpu(), t.cpu()
@@ -66,16 +68,25 @@ class MovingAverage:
         self._count.index_add_(0, t_cpu, torch.ones_like(means))
         return self.mean.to(values)[t][:, None].expand_as(values)
 
-    def fold(self) -> None:
-        """Fold the update's mean at each t that occurred into its average; the first one seen starts it."""
-        update_mean = self._sum / self._count.clamp(min=1)
-        blended = torch.where(self.seen, self.decay * self.mean + (1 - self.decay) * update_mean, update_mean)
-        self.mean = torch.where(self._count > 0, blended, self.mean)
-        self.seen = self.seen | (self._count > 0)
-        self._clear()
+    def fold(self, total: Callable[[Tensor], Tensor] = lambda sums: sums) -> None:
+        """Fold the update's mean at each t that occurred into its average; the first one seen starts it.
 
-    def _clear(self) -> None:
+        total: adds up the sums of all processes, so that they share one baseline.
+        """
+        sums, count = total(torch.stack([self._sum, self._count]))
+        update_mean = sums / count.clamp(min=1)
+        blended = torch.where(self.seen, self.decay * self.mean + (1 - self.decay) * update_mean, update_mean)
+        self.mean = torch.where(count > 0, blended, self.mean)
+        self.seen = self.seen | (count > 0)
+        self.forget()
+
+    def forget(self) -> None:
+        """Leave out what came since the last fold."""
         self._sum, self._count = torch.zeros_like(self.mean), torch.zeros_like(self.mean)
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors themselves, not copies: all that goes from one update to the next."""
+        return {"mean": self.mean, "seen": self.seen}
 
 
 class BoundEstimate(NamedTuple):

@@ -1,0 +1,162 @@
+"""Checkpoints: what a run goes on from after a crash.
+
+RUN/checkpoints/order-00000420/    the stage "order" after 420 updates
+    tensors.safetensors            weights, moments of the optimiser, averages: whatever an update changes
+    facts.json                     stage, update, counters, the recipe, the version of unmask
+    manifest.json                  size and SHA-256 of the two
+
+A checkpoint is written to a folder of another name, brought to the disk file by file, and only then renamed: whatever
+has its name was whole once.  What happened to it since, the manifest tells.  Nothing in it can run code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import unmask
+
+FORMAT_VERSION = 1
+TENSORS, FACTS, MANIFEST = "tensors.safetensors", "facts.json", "manifest.json"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that could not be written or read; the message says what failed and what is still good."""
+
+
+class Checkpoint(NamedTuple):
+    path: Path
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+
+
+def warn(message: str) -> None:
+    print(f"unmask: {message}", file=sys.stderr, flush=True)
+
+
+class CheckpointFolder:
+    """The newest `keep` checkpoints of a run."""
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        self.folder, self.keep = folder, keep
+
+    def save(self, stage: str, update: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
+        """Write a checkpoint, then drop those that are too old.  If it fails, the earlier ones are as they were."""
+        final = self.folder / f"{stage}-{update:08d}"
+        partial = final.with_name(f"{final.name}.partial")
+        try:
+            self.folder.mkdir(exist_ok=True)  # without parents: a run folder that is gone must not come back empty
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / TENSORS)
+            about = {"format_version": FORMAT_VERSION, "unmask": unmask.__version__, "stage": stage, "update": update}
+            (partial / FACTS).write_text(json.dumps({**about, **facts}) + "\n")
+            written = {name: _fingerprint(partial / name) for name in (TENSORS, FACTS)}
+            (partial / MANIFEST).write_text(json.dumps(written, indent=2) + "\n")
+            sync_folder(partial)
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            sync(self.folder)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(
+                f"checkpoint {final} could not be written ({reason(error)}); {self._last_good(stage)}; "
+                "mend that and give the same command again"
+            ) from None
+        for old in self._of(stage)[: -self.keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def newest(self, stage: str, report: Callable[[str], None] = warn) -> Checkpoint | None:
+        """The newest checkpoint of a stage that is whole; damaged ones are reported, and kept as NAME.damaged."""
+        for path in reversed(self._of(stage)):
+            try:
+                return read_checkpoint(path)
+            except CheckpointError as error:
+                aside = path.with_name(f"{path.name}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+                report(f"{error}: kept as {aside.name}, the one before it is used")
+        return None
+
+    def remove(self, stage: str) -> None:
+        """The checkpoints of a stage that is finished."""
+        for path in self.folder.glob(f"{stage}-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _of(self, stage: str) -> list[Path]:
+        """From the oldest to the newest."""
+        found = (path for path in self.folder.glob(f"{stage}-*") if path.name.removeprefix(f"{stage}-").isdecimal())
+        return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+
+    def _last_good(self, stage: str) -> str:
+        found = self._of(stage)
+        return f"the last good one is {found[-1]}" if found else "there is none before it"
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Raises CheckpointError in one line unless every byte is as it was written."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        for name in (TENSORS, FACTS):
+            if manifest[name] != _fingerprint(path / name):
+                raise CheckpointError(f"checkpoint {path} is damaged ({name} is not what was written)")
+        facts = json.loads((path / FACTS).read_text())
+        version = facts["format_version"]
+        tensors = load_file(path / TENSORS) if version == FORMAT_VERSION else {}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {path} is damaged ({reason(error)})") from None
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"checkpoint {path} is damaged ({MANIFEST} or {FACTS} cannot be read)") from None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"checkpoint {path} has format version {version}, this unmask reads {FORMAT_VERSION}")
+    return Checkpoint(path, tensors, facts)
+
+
+def reason(error: BaseException) -> str:
+    """What an operating system says, in a few words."""
+    said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(said).splitlines()[0]
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_folder(folder: Path) -> None:
+    """Every file of a folder, then the folder itself."""
+    for path in folder.iterdir():
+        if path.is_file():
+            sync(path)
+    sync(folder)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file whole: a crash leaves the old one or the new one, never a part."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    sync(partial)
+    partial.rename(path)
+    sync(path.parent)
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

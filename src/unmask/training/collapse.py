@@ -1,0 +1,71 @@
+"""The collapse guard: an order that was good and is no longer, told from three numbers of every update.
+
+An order has collapsed where, smoothed over some twenty updates,
+    the posterior reveals everything at once:   E_Q[steps] < 1 + 1/20 of the way to the budget, or
+    the scores are saturated:                   nearly all of them within 1/1000 of 0 or 1, where no gradient passes, or
+    the bound has fallen:                       `DROP` nats a token below the best that it was,
+and this has lasted for `PATIENCE` updates.  Noise of single updates is not reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+DECAY = 0.95  # of the smoothing
+PATIENCE = 50  # updates
+DROP = 0.5  # nats a response token
+SATURATED = 0.99  # of the scores
+
+
+class CollapseGuard:
+    """Watches the metrics of an order's updates.  restored_rate: see `OrderRecipe`; 0 where nothing is restored."""
+
+    def __init__(self, budget: int, restored_rate: float = 0.0) -> None:
+        self.fewest_steps, self.restored_rate = 1 + (budget - 1) / 20, restored_rate
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: the order was set back."""
+        self.smooth: dict[str, float] = {}
+        self.best = float("-inf")
+        self.since: dict[str, int] = {}  # for each sign of collapse, the updates that it has lasted
+        self.seen = 0
+
+    def watch(self, recorded: Mapping[str, float]) -> str | None:
+        """Take in the metrics of an update; why the order has collapsed, said once for each reason."""
+        for key in ("elbo", "q_steps", "saturated"):
+            if key in recorded:
+                self.smooth[key] = DECAY * self.smooth.get(key, recorded[key]) + (1 - DECAY) * recorded[key]
+        self.seen += 1
+        self.best = max(self.best, self.bound)
+        signs = {
+            f"Q takes {self.smooth.get('q_steps', 0):.2f} steps: it reveals everything at once": (
+                self.smooth.get("q_steps", float("inf")) < self.fewest_steps
+            ),
+            "the scores are saturated: all but 1 in 100 are 0 or 1": self.smooth.get("saturated", 0.0) > SATURATED,
+            f"the bound is {self.bound:.2f} nats a token, its best was {self.best:.2f}": self.bound < self.best - DROP,
+        }
+        found = None
+        for number, (why, present) in enumerate(signs.items()):
+            sign = str(number)
+            self.since[sign] = self.since.get(sign, 0) + 1 if present else 0
+            if self.since[sign] == PATIENCE:
+                found = found or why
+        return found
+
+    @property
+    def bound(self) -> float:
+        """Smoothed; minus infinity until there is something to smooth."""
+        return self.smooth["elbo"] if self.seen >= 20 and "elbo" in self.smooth else float("-inf")
+
+    @property
+    def at_best(self) -> bool:
+        return self.seen >= 20 and self.bound == self.best
+
+    def facts(self) -> dict[str, Any]:
+        return {"smooth": self.smooth, "best": self.best, "since": self.since, "seen": self.seen}
+
+    def load(self, facts: Mapping[str, Any]) -> None:
+        self.smooth, self.best = dict(facts["smooth"]), float(facts["best"])
+        self.since, self.seen = dict(facts["since"]), int(facts["seen"])

@@ -1,0 +1,48 @@
+"""RUN/metrics.jsonl: one object a line, with neither a gap nor a line twice, however often a run was interrupted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from unmask.training.checkpoints import CheckpointError, reason, sync
+
+
+class Metrics:
+    """Lines are only ever added, but for what a run takes back that goes on from an earlier update."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, **values: Any) -> None:
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(values) + "\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} could not be written ({reason(error)}): mend that and give the same command again"
+            ) from None
+
+    def sync(self) -> None:
+        """Before a checkpoint: no line of the updates that it counts may be lost after it."""
+        if self.path.exists():
+            sync(self.path)
+
+    def rewind(self, finished: Collection[str], stage: str, update: int) -> None:
+        """Keep the lines of the `finished` stages and those of `stage` before `update`, up to one that was cut off."""
+        if not self.path.exists():
+            return
+        kept = 0
+        with self.path.open("rb+") as file:
+            for line in file:
+                try:
+                    values = json.loads(line)
+                    before = values["stage"] in finished or (values["stage"] == stage and values["update"] < update)
+                except (ValueError, KeyError, TypeError):
+                    break
+                if not before or not line.endswith(b"\n"):
+                    break
+                kept += len(line)
+            file.truncate(kept)
