@@ -1,7 +1,6 @@
-"""`unmask train` in a process that is killed at a given moment: python -m tests.training.killed WHERE COUNT ARGUMENTS...
+"""`unmask` in a child process that is sent a signal at a given moment of its work.
 
-WHERE names a function that a run calls often; the process sends itself SIGKILL as the call number COUNT begins, so
-nothing of Python's runs any more: no handler, no `finally`, no buffer that is flushed.
+With SIGKILL nothing of Python's runs any more: no handler, no `finally`, no buffer that is flushed.
 """
 
 import importlib
@@ -9,7 +8,7 @@ import os
 import signal
 import sys
 
-# The moments: between updates, and before each of the steps of writing a checkpoint or a finished stage.
+# Functions that a run calls often: between updates, and before each of the steps of writing what must last.
 MOMENTS = {
     "update": "unmask.training.loop:_backward",
     "metrics": "unmask.training.metrics:Metrics.write",
@@ -19,12 +18,13 @@ MOMENTS = {
     "rename": "pathlib:Path.rename",
     "prune": "shutil:rmtree",
     "stage": "unmask.training.run:save_stage",
+    "model": "unmask.models.order_model:save_file",
     "finish": "unmask.training.run:finish",
 }
 
 
-def kill_at(where: str, count: int, number: int = signal.SIGKILL) -> None:
-    """Send this process a signal as the call number `count` of a moment begins."""
+def call_at(where, count, action):
+    """Let `action` happen as the call number `count` of a moment begins."""
     module_name, _, path = MOMENTS[where].partition(":")
     owner = importlib.import_module(module_name)
     *parents, name = path.split(".")
@@ -35,14 +35,27 @@ def kill_at(where: str, count: int, number: int = signal.SIGKILL) -> None:
     def counted(*arguments, **options):
         calls[0] += 1
         if calls[0] == count:
-            os.kill(os.getpid(), number)
+            action()
         return original(*arguments, **options)
 
     setattr(owner, name, counted)
 
 
-if __name__ == "__main__":
-    from unmask.cli import main
+def run_killed(arguments, where="", count=0, number=signal.SIGKILL, log=os.devnull):
+    """The exit code of `unmask ARGUMENTS` in a child, or minus the signal that ended it; its stderr goes to `log`."""
+    child = os.fork()
+    if child == 0:
+        code = 70
+        try:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            sys.stderr = open(log, "w", buffering=1)  # noqa: SIM115
+            if where:
+                call_at(where, count, lambda: os.kill(os.getpid(), number))
+            from unmask.cli import main
 
-    kill_at(sys.argv[1], int(sys.argv[2]))
-    main(sys.argv[3:])
+            main([str(argument) for argument in arguments])
+        except SystemExit as end:
+            code = end.code or 0
+        finally:
+            os._exit(code)  # never back into the tests of the parent
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

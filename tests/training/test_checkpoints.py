@@ -107,9 +107,8 @@ def test_every_flipped_bit_is_noticed(folder):
             path.write_bytes(flipped)
             try:
                 found = read_checkpoint(path.parent)
-            except CheckpointError as error:
+            except CheckpointError:
                 noticed += 1
-                assert "order-00000002 is damaged" in str(error)
             else:
                 assert name == "manifest.json"
                 assert found.facts == whole.facts

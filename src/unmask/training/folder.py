@@ -48,8 +48,6 @@ def locked(out: Path) -> Iterator[None]:
                 f"another process is training into {out}: wait for it, or give another --out"
             ) from None
         yield
-        if is_finished(out):
-            path.unlink(missing_ok=True)
 
 
 def is_finished(out: Path) -> bool:
@@ -72,6 +70,7 @@ def prepare(out: Path, force: bool) -> Path | None:
             raise RunFolderError(f"{out} is not a run folder, so --force will not replace it: give another --out")
         finished = is_finished(out)
         if finished and not force:
+            _sweep(out)
             raise RunFolderError(f"{out} already holds a finished run: give another --out, or --force to replace it")
         if force:
             with locked(out):
@@ -147,10 +146,15 @@ def finish(model: OrderModel, out: Path) -> None:
     with _said(out):
         model.save_pretrained(out)
         sync_folder(out)
-    done = out / "checkpoints.done"
-    (out / "checkpoints").rename(done)  # at once: half of the checkpoints would be an unfinished run
-    for folder in (done, out / "order"):
+    (out / "checkpoints").rename(out / "checkpoints.done")  # at once: half of them would be an unfinished run
+    _sweep(out)
+
+
+def _sweep(out: Path) -> None:
+    """What a finished run has no more use for; after a crash in the middle of this, the next call does it."""
+    for folder in (out / "checkpoints.done", out / "order"):
         shutil.rmtree(folder, ignore_errors=True)
+    (out / "lock").unlink(missing_ok=True)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -69,52 +70,74 @@ def run_stage(
     groups = [
         {"params": list(module.parameters()), "lr": rates[key][1], "name": key} for key, module in networks.items()
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=stage.weight_decay)
-    run, optimizer = accelerator.prepare(objective, optimizer)
-    state = StageState(objective, optimizer.optimizer, stage.ema, guard)
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=stage.weight_decay, fused=True)
+    run, optimizer = accelerator.prepare(objective, adamw)
+    state = StageState(objective, adamw, stage.ema, guard)
     if keeper is not None:
         keeper.begin(state)
 
     objective.train()
     started = time.perf_counter() - state.seconds
+    # A GPU is kept busy by reading the numbers of an update when the next one is already under way.
+    behind = 1 if accelerator.device.type == "cuda" and stage.max_bad > 1 else 0
+    pending: deque[tuple[int, float, _Numbers]] = deque()
     with _progress(name, stage.updates, state.update, accelerator.is_main_process) as advance:
+
+        def read(late: int) -> None:
+            while len(pending) > late:
+                update, factor, numbers = pending.popleft()
+                recorded = numbers.read()
+                advance(recorded)
+                wrong = [key for key, value in recorded.items() if not math.isfinite(value)]
+                events = _judge(state, wrong, recorded)
+                state.seconds = time.perf_counter() - started
+                if accelerator.is_main_process:
+                    for event in events:
+                        warn(f"{name}, update {update}: {event['event']}")
+                        metrics.write(stage=name, update=update, **event)
+                    if not wrong and (update % 20 == 0 or update == stage.updates - 1):
+                        norms = {key: recorded.pop(_norm(key)) for key in networks}
+                        metrics.write(
+                            stage=name,
+                            update=update,
+                            **recorded,
+                            gradient_norm=norms,
+                            rate_factor=round(factor, 6),
+                            seconds=round(state.seconds, 3),
+                        )
+                if state.in_a_row == stage.max_bad:
+                    _give_up(name, state, stage, wrong, batch_ids(seed, index, update, stage), keeper)
+                if state.in_a_row:
+                    late = 0  # look closely: were the run to stop, the weights must be those of the last good update
+
         for update in range(state.update, stage.updates):
             factor = state.rate_scale * learning_rate_factor(update, stage)
-            for group in optimizer.param_groups:
+            for group in adamw.param_groups:
                 group["lr"] = rates[group["name"]][1] * factor
             begin_update(update / stage.updates)
             recorded = _backward(run, update, index, stage, task, seed, accelerator)
-            norms = {
-                key: float(accelerator.clip_grad_norm_(module.parameters(), stage.clip))
-                for key, module in networks.items()
-            }
-            wrong = _not_finite(recorded, norms)
-            if not wrong:
-                optimizer.step()
-                if state.average is not None:
-                    state.average.update()
+            for key, module in networks.items():
+                recorded[_norm(key)] = accelerator.clip_grad_norm_(module.parameters(), stage.clip)
+            numbers = _Numbers(recorded)
+            adamw.found_inf = numbers.any_bad  # type: ignore[attr-defined]  # the fused step is left out where it is 1
+            optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            events = _after_update(state, wrong, recorded, accelerator)
-            state.seconds = time.perf_counter() - started
-            advance(recorded)
-            if accelerator.is_main_process:
-                for event in events:
-                    warn(f"{name}, update {update}: {event['event']}")
-                    metrics.write(stage=name, update=update, **event)
-                if not wrong and (update % 20 == 0 or update == stage.updates - 1):
-                    metrics.write(
-                        stage=name,
-                        update=update,
-                        **recorded,
-                        gradient_norm=norms,
-                        rate_factor=round(factor, 6),
-                        seconds=round(state.seconds, 3),
-                    )
+            if state.average is not None:
+                state.average.update()
+            if state.baseline is not None:
+                state.baseline.fold(lambda sums: accelerator.reduce(sums.to(accelerator.device), "sum").cpu())
             state.update = update + 1
-            if state.in_a_row == stage.max_bad:
-                _give_up(name, state, stage, wrong, batch_ids(seed, index, update, stage), keeper)
+            pending.append((update, factor, numbers))
+            read(0 if state.in_a_row else behind)
             if keeper is not None:
-                _keep(name, state, stage, keeper, accelerator)
+                stop, due = _wishes(keeper, state, accelerator)
+                if stop or due:
+                    read(0)
+                    keeper.save(name, state)
+                if stop:
+                    done = f"stage {name} is saved after update {state.update} of {stage.updates}"
+                    raise Stopped(f"stopped by SIGTERM; {done}")
+        read(0)
     if state.average is not None:
         state.average.apply()
     objective.eval()
@@ -134,48 +157,58 @@ def _backward(
     task: Task,
     seed: int,
     accelerator: Accelerator,
-) -> dict[str, float]:
-    """Accumulate the gradient of one update over its micro-batches; the update's mean metrics."""
+) -> dict[str, Tensor]:
+    """Accumulate the gradient of one update over its micro-batches; the update's mean metrics, on the device."""
     total: dict[str, Tensor] = {}
     # Strided, so that every micro-batch has its share of every stratum of t.
     mine = torch.arange(accelerator.process_index, stage.batch, accelerator.num_processes)
     for micro in range(stage.accumulate):
         slots = mine[micro :: stage.accumulate]
         ids = batch_ids(seed, index, update, stage)[slots]
-        examples = task.examples(ids, "train").to(accelerator.device)
+        examples = task.examples(ids, "train")
         if not examples.response.any(-1).all():
-            empty = int(ids[~examples.response.any(-1).cpu()][0])
+            empty = int(ids[~examples.response.any(-1)][0])
             raise ValueError(
                 f"task {task.name}: training example {empty} has an empty response, so nothing to learn from"
             )
         u = stratified(seed, Purpose.TIME, index, update, slots=slots, total=stage.batch)
         with accelerator.autocast():
-            outcome = run(examples, ids.to(accelerator.device), u)
+            outcome = run(examples.to(accelerator.device), ids.to(accelerator.device), u)
         accelerator.backward(outcome.loss / stage.accumulate)
         for key, value in {"loss": outcome.loss.detach(), **outcome.metrics}.items():
-            total[key] = total.get(key, torch.zeros(())) + value.cpu() / stage.accumulate
-    return {key: float(value) for key, value in total.items()}
+            total[key] = total.get(key, 0.0) + value / stage.accumulate
+    return total
 
 
-def _not_finite(recorded: dict[str, float], norms: dict[str, float]) -> list[str]:
-    """What forbids the update: looked at before the optimiser steps, so that the weights stay good."""
-    wrong = [key for key, value in recorded.items() if not math.isfinite(value)]
-    return wrong + [f"gradient of the {key}" for key, value in norms.items() if not math.isfinite(value)]
+class _Numbers:
+    """Named scalars on their way from the device; `read` waits for what made them, and for nothing that came later."""
+
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        self.names = tuple(values)
+        stacked = torch.stack([value.double() for value in values.values()])
+        self.any_bad = (~stacked.isfinite().all()).float()  # 1 or 0, on the device
+        self.values = stacked.to("cpu", non_blocking=True)
+        self.ready = torch.cuda.Event() if stacked.is_cuda else None
+        if self.ready is not None:
+            self.ready.record()
+
+    def read(self) -> dict[str, float]:
+        if self.ready is not None:
+            self.ready.synchronize()
+        return dict(zip(self.names, self.values.tolist(), strict=True))
 
 
-def _after_update(
-    state: StageState, wrong: list[str], recorded: dict[str, float], accelerator: Accelerator
-) -> list[dict[str, Any]]:
-    """Counters, the moving baseline and the collapse guard; what there is to report."""
-    baseline, guard = state.baseline, state.guard
+def _norm(network: str) -> str:
+    return f"gradient of the {network}"
+
+
+def _judge(state: StageState, wrong: list[str], recorded: dict[str, float]) -> list[dict[str, Any]]:
+    """Count a skipped update, ask the collapse guard about one that was made; what there is to report."""
     if wrong:
         state.skipped, state.in_a_row = state.skipped + 1, state.in_a_row + 1
-        if baseline is not None:
-            baseline.forget()
         return [{"event": f"skipped, {', '.join(wrong)} not finite", "skipped": state.skipped}]
     state.in_a_row = 0
-    if baseline is not None:
-        baseline.fold(lambda sums: accelerator.reduce(sums.to(accelerator.device), "sum").cpu())
+    guard = state.guard
     if guard is None:
         return []
     why = guard.watch(recorded)
@@ -209,16 +242,12 @@ def _give_up(
     )
 
 
-def _keep(name: str, state: StageState, stage: Optimisation, keeper: Keeper, accelerator: Accelerator) -> None:
-    """Save if it is time to, and stop if the run was told to: on all processes if on one."""
-    wishes = torch.tensor([keeper.stop.came, keeper.due(state.update)], dtype=torch.float32)
+def _wishes(keeper: Keeper, state: StageState, accelerator: Accelerator) -> tuple[bool, bool]:
+    """Whether to stop, and whether to save: on all processes if on one."""
+    wishes = [keeper.stop.came, keeper.due(state.update)]
     if accelerator.num_processes > 1:
-        wishes = accelerator.reduce(wishes.to(accelerator.device)).cpu()
-    stop, due = (wishes > 0).tolist()
-    if stop or due:
-        keeper.save(name, state)
-    if stop:
-        raise Stopped(f"stopped by SIGTERM; stage {name} is saved after update {state.update} of {stage.updates}")
+        wishes = (accelerator.reduce(torch.tensor(wishes, device=accelerator.device).float()) > 0).tolist()
+    return wishes[0], wishes[1]
 
 
 @contextmanager

@@ -50,8 +50,7 @@ class NoBaseline:
 class MovingAverage:
     """b = an exponential moving average of F at the same t over the updates before this one.
 
-    Call `fold` after every update, or `forget` after one that was skipped: until then its micro-batches all see the
-    same baseline.
+    Call `fold` after every update: until then its micro-batches all see the same baseline.
     """
 
     min_trajectories = 1
@@ -60,7 +59,7 @@ class MovingAverage:
         self.decay = decay
         self.mean = torch.zeros(budget, dtype=torch.float64)  # [T]
         self.seen = torch.zeros(budget, dtype=torch.bool)  # [T]
-        self.forget()
+        self._clear()
 
     def __call__(self, values: Tensor, t: Tensor) -> Tensor:
         means, t_cpu = values.detach().mean(-1).double().cpu(), t.cpu()
@@ -71,17 +70,18 @@ class MovingAverage:
     def fold(self, total: Callable[[Tensor], Tensor] = lambda sums: sums) -> None:
         """Fold the update's mean at each t that occurred into its average; the first one seen starts it.
 
+        A mean that is not finite is left out.
         total: adds up the sums of all processes, so that they share one baseline.
         """
         sums, count = total(torch.stack([self._sum, self._count]))
+        count = torch.where(sums.isfinite(), count, 0.0)
         update_mean = sums / count.clamp(min=1)
         blended = torch.where(self.seen, self.decay * self.mean + (1 - self.decay) * update_mean, update_mean)
         self.mean = torch.where(count > 0, blended, self.mean)
         self.seen = self.seen | (count > 0)
-        self.forget()
+        self._clear()
 
-    def forget(self) -> None:
-        """Leave out what came since the last fold."""
+    def _clear(self) -> None:
         self._sum, self._count = torch.zeros_like(self.mean), torch.zeros_like(self.mean)
 
     def state(self) -> dict[str, Tensor]:

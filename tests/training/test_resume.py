@@ -1,0 +1,357 @@
+"""A run that is killed, stopped or starved comes to the same end, bit for bit, as one that was left alone."""
+
+import json
+import os
+import random
+import shutil
+import signal
+
+import pytest
+import torch
+
+from tests.training.killed import MOMENTS, run_killed
+from tests.training.small import TINY_RECIPE, contents, json_lines
+from unmask.training import checkpoints as checkpoints_module
+from unmask.training import folder as folder_module
+from unmask.training import loop as loop_module
+from unmask.training.checkpoints import CheckpointError
+from unmask.training.folder import RunFolderError, is_finished, locked
+from unmask.training.keeper import Stopped
+from unmask.training.recipe import load_recipe
+from unmask.training.run import train
+
+# Twelve updates a stage, a checkpoint every five: all three stages, averages and a baseline that remembers.
+SETTINGS = [
+    "denoise.updates=12",
+    "order.updates=12",
+    "order.denoiser_rate=1e-3",
+    "order.baseline=moving-average",
+    "order.ema=0.7",
+    "denoise.ema=0.7",
+    "order.kl_weight=3",
+    "order.on_collapse=restore",
+    "saving.every_updates=5",
+    "saving.keep=2",
+]
+OPTIONS = ["--cpu", *(word for setting in SETTINGS for word in ("--set", setting))]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The recipe, and a run of it that was left alone."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "tiny.toml").write_text(TINY_RECIPE)
+    train(recipe(folder), folder / "alone", cpu=True)
+    return folder
+
+
+def recipe(base, *overrides):
+    return load_recipe(base / "tiny.toml", [*SETTINGS, *overrides])
+
+
+def command(base, run):
+    return ["train", base / "tiny.toml", "--out", run, *OPTIONS]
+
+
+def assert_same_run(run, alone):
+    """Every file, and every metric but for the time that it took."""
+    ours, theirs = contents(run), contents(alone)
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        if name != "metrics.jsonl":
+            assert ours[name] == theirs[name], name
+    one, other = (json_lines(where / "metrics.jsonl") for where in (run, alone))
+    assert [{**line, "seconds": 0} for line in one] == [{**line, "seconds": 0} for line in other]
+    assert len(one) >= 6
+
+
+def test_killed_at_ten_random_moments(base, tmp_path):
+    """Each time resumed; inside the writing of checkpoints and of finished stages too."""
+    draw, kills, runs = random.Random(0), 0, 0
+    while kills < 10:  # a run that comes to its end before is followed by another
+        run, code, runs = tmp_path / f"run{runs}", -signal.SIGKILL, runs + 1
+        while code == -signal.SIGKILL:
+            code = run_killed(command(base, run), draw.choice(list(MOMENTS)), draw.choice([1, 2, 3, 5, 8, 13]))
+            kills += code == -signal.SIGKILL
+        assert code == 0 or (code == 2 and is_finished(run)), "it was killed after its last step"
+        assert run_killed(command(base, run)) == 2, "finished"
+        assert_same_run(run, base / "alone")
+
+
+@pytest.mark.parametrize("where", MOMENTS)
+def test_killed_at_every_kind_of_moment(base, tmp_path, where):
+    run = tmp_path / "run"
+    for count in (1, 2, 4):
+        run_killed(command(base, run), where, count)
+    assert run_killed(command(base, run)) in (0, 2), "finished now, or already before"
+    assert_same_run(run, base / "alone")
+
+
+def stop_after(monkeypatch, updates, error=KeyboardInterrupt):
+    """Interrupt a training in this process as its update number `updates` begins."""
+    original, calls = loop_module._backward, []
+
+    def counted(*arguments):
+        calls.append(0)
+        if len(calls) == updates + 1:
+            raise error
+        return original(*arguments)
+
+    monkeypatch.setattr(loop_module, "_backward", counted)
+    return calls
+
+
+@pytest.mark.parametrize(("updates", "redone"), [(4, 4), (5, 0), (11, 1), (14, 2), (23, 1), (24, 0), (35, 1)])
+def test_no_more_is_lost_than_since_the_last_checkpoint(base, tmp_path, monkeypatch, updates, redone):
+    with monkeypatch.context() as patch:
+        stop_after(patch, updates)
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe(base), tmp_path / "run", cpu=True)
+    with monkeypatch.context() as patch:
+        calls = stop_after(patch, 99)
+        train(recipe(base), tmp_path / "run", cpu=True)
+    assert len(calls) == 36 - updates + redone
+    assert_same_run(tmp_path / "run", base / "alone")
+
+
+# --- the clock --------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_as_soon_as_the_last_one_is_too_old(base, tmp_path, monkeypatch):
+    saved = []
+    original = checkpoints_module.CheckpointFolder.save
+    monkeypatch.setattr(
+        checkpoints_module.CheckpointFolder,
+        "save",
+        lambda self, stage, update, *rest: (saved.append((stage, update)), original(self, stage, update, *rest))[1],
+    )
+    train(recipe(base, "saving.every_updates=0", "saving.every_seconds=0"), tmp_path / "often", cpu=True)
+    assert saved == [(stage, 1 + update) for stage in ("denoise", "order", "baseline") for update in range(12)]
+    saved.clear()
+    train(recipe(base, "saving.every_updates=0", "saving.every_seconds=3600"), tmp_path / "never", cpu=True)
+    assert saved == []
+
+
+# --- SIGTERM ----------------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_saves_and_exits_with_75(base, tmp_path):
+    """Nothing is lost, not even since the last checkpoint, and one line says how to go on."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    assert run_killed(command(base, run), "update", 20, signal.SIGTERM, log) == 75
+    assert log.read_text() == (
+        "unmask: stopped by SIGTERM; stage order is saved after update 8 of 12; the same command goes on from there\n"
+    )
+    assert (run / "checkpoints" / "order-00000008").is_dir()
+    assert run_killed(command(base, run)) == 0
+    assert_same_run(run, base / "alone")
+
+
+def test_sigterm_is_what_it_was_after_a_training(base, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    train(recipe(base), tmp_path / "run", cpu=True)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_stopped_in_this_process(base, tmp_path, monkeypatch):
+    original, calls = loop_module._backward, []
+
+    def counted(*arguments):
+        calls.append(0)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    monkeypatch.setattr(loop_module, "_backward", counted)
+    with pytest.raises(Stopped, match="after update 3 of 12"):
+        train(recipe(base), tmp_path / "run", cpu=True)
+    assert len(calls) == 3
+    train(recipe(base), tmp_path / "run", cpu=True)
+    assert_same_run(tmp_path / "run", base / "alone")
+
+
+# --- the lock ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_process_is_refused(base, tmp_path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    run.mkdir()
+    with locked(run):
+        for options in ([], ["--force"]):
+            assert run_killed([*command(base, run), *options], log=log) == 2
+            expected = f"unmask: another process is training into {run}: wait for it, or give another --out\n"
+            if not options:
+                assert log.read_text() == expected
+        assert list(run.iterdir()) == [run / "lock"]
+    assert run_killed(command(base, run)) == 0
+
+
+def test_a_crash_leaves_no_lock_behind(base, tmp_path):
+    run = tmp_path / "run"
+    assert run_killed(command(base, run), "update", 3) == -signal.SIGKILL
+    assert (run / "lock").exists(), "the file is there, but nobody holds it"
+    assert run_killed(command(base, run)) == 0
+    assert not (run / "lock").exists()
+
+
+def test_a_forced_run_waits_for_nobody_and_replaces_nobody_at_work(base, tmp_path):
+    run = tmp_path / "run"
+    assert run_killed(command(base, run), "update", 3) == -signal.SIGKILL
+    before = contents(run)
+    with locked(run), pytest.raises(RunFolderError, match="another process"):
+        train(recipe(base), run, force=True, cpu=True)
+    assert contents(run) == before
+
+
+# --- bad disks --------------------------------------------------------------------------------------------------------
+
+
+def interrupted(base, run, monkeypatch, updates=17):
+    with monkeypatch.context() as patch:
+        stop_after(patch, updates)
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe(base), run, cpu=True)
+    return run
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated"])
+def test_a_damaged_checkpoint_costs_only_the_way_from_the_one_before(base, tmp_path, monkeypatch, capsys, how):
+    run = interrupted(base, tmp_path / "run", monkeypatch, 23)
+    path = run / "checkpoints" / "order-00000010" / "tensors.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 4
+    path.write_bytes(data if how == "flipped" else data[:-9])
+    capsys.readouterr()
+    train(recipe(base), run, cpu=True)
+    said = capsys.readouterr().err
+    assert "order-00000010 is damaged (tensors.safetensors is not what was written)" in said
+    assert "the one before it is used" in said
+    assert_same_run(run, base / "alone")
+
+
+def test_a_damaged_checkpoint_with_none_before_it_starts_the_stage_anew(base, tmp_path, monkeypatch):
+    run = interrupted(base, tmp_path / "run", monkeypatch)
+    for path in (run / "checkpoints").glob("order-*"):
+        (path / "facts.json").unlink()
+    train(recipe(base), run, cpu=True)
+    assert_same_run(run, base / "alone")
+
+
+FAULTS = {
+    "full disk": OSError(28, "No space left on device"),
+    "read-only": OSError(30, "Read-only file system"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+@pytest.mark.parametrize("where", ["checkpoint", "stage", "model"])
+def test_a_disk_that_takes_nothing_more(base, tmp_path, monkeypatch, fault, where):
+    """The message says what failed; what was there is still good, and the run ends as it would have."""
+    run = tmp_path / "run"
+
+    def broken(*arguments, **options):
+        raise fault
+
+    def broken_at_the_end(path):
+        if path == run:
+            raise fault
+
+    module, name, mistake = {
+        "checkpoint": (checkpoints_module, "save_file", broken),
+        "stage": (folder_module, "sync_folder", broken),
+        "model": (folder_module, "sync_folder", broken_at_the_end),
+    }[where]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, mistake)
+        with pytest.raises((CheckpointError, RunFolderError)) as caught:
+            train(recipe(base), run, cpu=True)
+    message = str(caught.value)
+    assert fault.strerror in message
+    assert "could not be written" in message
+    assert "same command again" in message
+    assert "\n" not in message
+    train(recipe(base), run, cpu=True)
+    assert_same_run(run, base / "alone")
+
+
+def test_a_run_folder_that_vanishes(base, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    stop_after(monkeypatch, 3, error=None)
+    original = loop_module._backward
+
+    def vanishing(*arguments):
+        shutil.rmtree(run, ignore_errors=True)
+        return original(*arguments)
+
+    monkeypatch.setattr(loop_module, "_backward", vanishing)
+    with pytest.raises(CheckpointError, match=r"could not be written \(No such file or directory\)"):
+        train(recipe(base), run, cpu=True)
+    assert not run.exists()
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_that_a_crash_cut_off_is_written_again(base, tmp_path, monkeypatch):
+    run = interrupted(base, tmp_path / "run", monkeypatch)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "order", "upd')
+    train(recipe(base), run, cpu=True)
+    assert_same_run(run, base / "alone")
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+def test_another_recipe_is_refused(base, tmp_path, monkeypatch):
+    run = interrupted(base, tmp_path / "run", monkeypatch)
+    before = contents(run)
+    with pytest.raises(RunFolderError) as caught:
+        train(recipe(base, "order.scorer_rate=5e-4", "seed=1"), run, cpu=True)
+    message = str(caught.value)
+    assert "order.scorer_rate = 0.0005 (was 0.001)" in message
+    assert "seed = 1 (was 0)" in message
+    assert "--allow-change" in message
+    assert contents(run) == before
+
+
+def test_a_change_that_is_allowed(base, tmp_path, monkeypatch):
+    run = interrupted(base, tmp_path / "run", monkeypatch)
+    train(recipe(base, "order.scorer_rate=5e-4"), run, cpu=True, allow_change=True)
+    assert json.loads((run / "recipe.json").read_text())["order"]["scorer_rate"] == 5e-4
+    assert (run / "changes.log").read_text() == "order.scorer_rate = 0.0005 (was 0.001)\n"
+    ours, theirs = (contents(where)["model.safetensors"] for where in (run, base / "alone"))
+    assert ours != theirs
+
+
+@pytest.mark.parametrize("override", ["saving.every_updates=3", "evaluate.examples=7", "saving.keep=1"])
+def test_a_change_that_does_not_matter(base, tmp_path, monkeypatch, override):
+    run = interrupted(base, tmp_path / "run", monkeypatch)
+    train(recipe(base, override), run, cpu=True)
+    assert contents(run)["model.safetensors"] == contents(base / "alone")["model.safetensors"]
+    assert json.loads((run / "recipe.json").read_text()) == json.loads(recipe(base, override).to_json())
+
+
+def test_a_checkpoint_of_another_shape_is_refused_in_one_line(base, tmp_path, monkeypatch):
+    run = interrupted(base, tmp_path / "run", monkeypatch, 7)
+    with pytest.raises(CheckpointError) as caught:
+        train(recipe(base, "model.intermediate=32"), run, cpu=True, allow_change=True)
+    assert "does not fit the recipe" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# --- one process, two precisions --------------------------------------------------------------------------------------
+
+
+def test_two_precisions_in_one_process(base, tmp_path):
+    """Accelerate knows one precision a process; a training leaves it as it found it."""
+    from accelerate import Accelerator
+
+    mine = Accelerator(cpu=True)
+    plain = train(recipe(base, "precision=no"), tmp_path / "plain", cpu=True)
+    half = train(recipe(base, "precision=bf16"), tmp_path / "half", cpu=True)
+    again = train(recipe(base, "precision=no"), tmp_path / "again", cpu=True)
+    assert mine.mixed_precision == "no"
+    one, two, other = (model.state_dict() for model in (plain, again, half))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
