@@ -1,6 +1,6 @@
 """The collapse guard: an order that was good and is no longer, told from three numbers of every update.
 
-An order has collapsed where, smoothed over some twenty updates,
+An order has collapsed where, smoothed over the last updates,
     the posterior reveals everything at once:   E_Q[steps] < 1 + 1/20 of the way to the budget, or
     the scores are saturated:                   nearly all of them within 1/1000 of 0 or 1, where no gradient passes, or
     the bound has fallen:                       `DROP` nats a token below the best that it was,
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-DECAY = 0.95  # of the smoothing
+DECAY = {"elbo": 0.98, "q_steps": 0.9, "saturated": 0.9}  # of the smoothing: the bound is the noisiest
 PATIENCE = 50  # updates
 DROP = 0.5  # nats a response token
 SATURATED = 0.99  # of the scores
@@ -34,10 +34,11 @@ class CollapseGuard:
 
     def watch(self, recorded: Mapping[str, float]) -> str | None:
         """Take in the metrics of an update; why the order has collapsed, said once for each reason."""
-        for key in ("elbo", "q_steps", "saturated"):
-            if key in recorded:
-                self.smooth[key] = DECAY * self.smooth.get(key, recorded[key]) + (1 - DECAY) * recorded[key]
         self.seen += 1
+        for key, decay in DECAY.items():
+            if key in recorded:  # a mean with the weights decay^j, j updates back
+                step = (1 - decay) / (1 - decay**self.seen)
+                self.smooth[key] = (1 - step) * self.smooth.get(key, 0.0) + step * recorded[key]
         self.best = max(self.best, self.bound)
         signs = {
             f"Q takes {self.smooth.get('q_steps', 0):.2f} steps: it reveals everything at once": (
@@ -57,11 +58,11 @@ class CollapseGuard:
     @property
     def bound(self) -> float:
         """Smoothed; minus infinity until there is something to smooth."""
-        return self.smooth["elbo"] if self.seen >= 20 and "elbo" in self.smooth else float("-inf")
+        return self.smooth["elbo"] if self.seen >= PATIENCE and "elbo" in self.smooth else float("-inf")
 
     @property
     def at_best(self) -> bool:
-        return self.seen >= 20 and self.bound == self.best
+        return self.seen >= PATIENCE and self.bound == self.best
 
     def facts(self) -> dict[str, Any]:
         return {"smooth": self.smooth, "best": self.best, "since": self.since, "seen": self.seen}

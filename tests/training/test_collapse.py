@@ -1,0 +1,116 @@
+"""The collapse guard: loud when an order is lost, silent otherwise."""
+
+import random
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from tests.training.small import FixedTask, json_lines, padded
+from unmask.training.collapse import PATIENCE, CollapseGuard
+from unmask.training.loop import run_stage
+from unmask.training.metrics import Metrics
+from unmask.training.objectives import Outcome
+from unmask.training.recipe import Optimisation
+
+BUDGET = 5
+TASK = FixedTask(padded([[2, 0, 1]], [[True] * 3]))
+
+
+def good(**values):
+    return {"elbo": -1.0, "q_steps": 4.0, "saturated": 0.2, **values}
+
+
+def said(guard, recorded, updates=200):
+    """What a guard says over so many updates of the same metrics, and when."""
+    return [(update, why) for update in range(updates) if (why := guard.watch(recorded)) is not None]
+
+
+BAD = {
+    "reveals everything at once": good(q_steps=1.0),
+    "saturated": good(saturated=1.0),
+    "nats a token, its best was -1.00": good(elbo=-2.0),
+}
+
+
+@pytest.mark.parametrize(("words", "bad"), BAD.items(), ids=BAD.keys())
+def test_each_sign_is_reported_once_and_not_before_it_has_lasted(words, bad):
+    guard = CollapseGuard(BUDGET)
+    assert said(guard, good()) == []
+    found = said(guard, bad)
+    assert len(found) == 1
+    assert words in found[0][1]
+    assert PATIENCE <= found[0][0] < 3 * PATIENCE
+
+
+def test_noise_is_not_a_collapse():
+    guard, draw = CollapseGuard(BUDGET), random.Random(0)
+    for _ in range(3000):
+        noisy = good(elbo=-1 + draw.gauss(0, 0.8), q_steps=draw.choice([1.0, 5.0]), saturated=draw.random())
+        assert guard.watch(noisy) is None
+
+
+def test_a_short_fall_is_not_a_collapse():
+    guard = CollapseGuard(BUDGET)
+    for _ in range(10):
+        assert said(guard, good()) == []
+        assert said(guard, good(elbo=-3.0), PATIENCE // 2) == []
+
+
+def test_metrics_of_the_plain_objective_are_nothing_to_it():
+    assert said(CollapseGuard(BUDGET), {"loss": 1.0, "elbo": -1.0}) == []
+
+
+def test_facts_bring_it_back():
+    one, other = CollapseGuard(BUDGET), CollapseGuard(BUDGET)
+    said(one, good())
+    said(one, good(elbo=-2.0), PATIENCE)
+    other.load(one.facts())
+    assert said(one, good(elbo=-2.0)) == said(other, good(elbo=-2.0)) != []
+
+
+class Falling(nn.Module):
+    """Its bound is good for 60 updates of its life, and bad whenever the weight has gone far beyond that."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, examples, ids, u):
+        fallen = self.weight.detach()[0] < -0.6
+        metrics = {
+            "elbo": torch.where(fallen, -5.0, -1.0 - self.weight.detach()[0] * -0.1),
+            "q_steps": torch.tensor(3.0),
+        }
+        return Outcome(self.weight.sum(), metrics)
+
+
+def run(tmp_path, restored_rate):
+    objective = Falling()
+    how = Optimisation(updates=200, batch=2, warmup=0, final_rate=1.0)
+    path = tmp_path / "metrics.jsonl"
+    guard = CollapseGuard(BUDGET, restored_rate)
+    rates = {"scorer": (objective, 1e-2)}
+    run_stage("order", 1, objective, rates, how, TASK, 0, Accelerator(cpu=True), Metrics(path), guard=guard)
+    return objective, [line for line in json_lines(path) if "event" in line], json_lines(path)
+
+
+def test_a_collapse_is_reported_loudly(tmp_path, capsys):
+    objective, events, _ = run(tmp_path, 0.0)
+    assert len(events) == 1
+    assert "THE ORDER HAS COLLAPSED: the bound is" in events[0]["event"]
+    assert "on_collapse = 'restore'" in events[0]["event"]
+    assert f"order, update {events[0]['update']}: THE ORDER HAS COLLAPSED" in capsys.readouterr().err
+    assert objective.weight < -1.5, "and nothing else happens"
+
+
+def test_the_best_order_is_restored_at_a_smaller_rate(tmp_path):
+    objective, events, lines = run(tmp_path, 0.25)
+    assert len(events) == 1
+    assert "the best order is restored, learning rates times 0.25" in events[0]["event"]
+    factors = {line["update"] > events[0]["update"]: line["rate_factor"] for line in lines if "rate_factor" in line}
+    assert factors == {False: 1.0, True: 0.25}
+    since = 199 - events[0]["update"]
+    best = objective.weight.item() + since * 1e-2 * 0.25  # each step of AdamW moves by the rate
+    assert -0.65 < best < 0.0
