@@ -10,12 +10,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from unmask.streams import Purpose, integers, stratified
 from unmask.training.checkpoints import warn
@@ -64,6 +65,12 @@ def run_stage(
     norm, so a spike in the scorer's noisy gradient does not shrink the others' steps.
     begin_update: called before every update with the fraction of the stage that lies behind it.
     """
+    shares = accelerator.num_processes * stage.accumulate
+    if stage.batch < shares:
+        raise ValueError(
+            f"{name}: batch = {stage.batch} is too small for {accelerator.num_processes} processes with accumulate = "
+            f"{stage.accumulate}: raise it to {shares} at least, or start fewer processes"
+        )
     networks = {key: module for key, (module, rate) in rates.items() if rate > 0}
     for module, rate in rates.values():
         module.requires_grad_(rate > 0)
@@ -84,9 +91,12 @@ def run_stage(
     with _progress(name, stage.updates, state.update, accelerator.is_main_process) as advance:
 
         def read(late: int) -> None:
+            """Read all but the `late` newest numbers, and do what they call for."""
+            stop = due = False
             while len(pending) > late:
                 update, factor, numbers = pending.popleft()
                 recorded = numbers.read()
+                stop, due = stop or recorded.pop("stop") > 0, due or recorded.pop("due") > 0
                 advance(recorded)
                 wrong = [key for key, value in recorded.items() if not math.isfinite(value)]
                 events = _judge(state, wrong, recorded)
@@ -107,18 +117,29 @@ def run_stage(
                         )
                 if state.in_a_row == stage.max_bad:
                     _give_up(name, state, stage, wrong, batch_ids(seed, index, update, stage), keeper)
-                if state.in_a_row:
-                    late = 0  # look closely: were the run to stop, the weights must be those of the last good update
+                if state.in_a_row or stop or due:
+                    late = 0  # look closely: what is saved must be all that has happened, and nothing more
+            if keeper is not None and (stop or due):
+                keeper.save(name, state)
+            if stop:
+                done = f"stage {name} is saved after update {state.update} of {stage.updates}"
+                raise Stopped(f"stopped by SIGTERM; {done}")
 
         for update in range(state.update, stage.updates):
             factor = state.rate_scale * learning_rate_factor(update, stage)
             for group in adamw.param_groups:
                 group["lr"] = rates[group["name"]][1] * factor
             begin_update(update / stage.updates)
+            state.update = update + 1
             recorded = _backward(run, update, index, stage, task, seed, accelerator)
-            for key, module in networks.items():
-                recorded[_norm(key)] = accelerator.clip_grad_norm_(module.parameters(), stage.clip)
-            numbers = _Numbers(recorded)
+            wishes = (
+                {"stop": keeper.stop.came, "due": keeper.due(update + 1)} if keeper else {"stop": False, "due": False}
+            )
+            norms = {
+                _norm(key): accelerator.clip_grad_norm_(module.parameters(), stage.clip)
+                for key, module in networks.items()
+            }
+            numbers = _Numbers(recorded, wishes, norms, accelerator)
             adamw.found_inf = numbers.any_bad  # type: ignore[attr-defined]  # the fused step is left out where it is 1
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -126,17 +147,8 @@ def run_stage(
                 state.average.update()
             if state.baseline is not None:
                 state.baseline.fold(lambda sums: accelerator.reduce(sums.to(accelerator.device), "sum").cpu())
-            state.update = update + 1
             pending.append((update, factor, numbers))
             read(0 if state.in_a_row else behind)
-            if keeper is not None:
-                stop, due = _wishes(keeper, state, accelerator)
-                if stop or due:
-                    read(0)
-                    keeper.save(name, state)
-                if stop:
-                    done = f"stage {name} is saved after update {state.update} of {stage.updates}"
-                    raise Stopped(f"stopped by SIGTERM; {done}")
         read(0)
     if state.average is not None:
         state.average.apply()
@@ -158,7 +170,12 @@ def _backward(
     seed: int,
     accelerator: Accelerator,
 ) -> dict[str, Tensor]:
-    """Accumulate the gradient of one update over its micro-batches; the update's mean metrics, on the device."""
+    """Accumulate the gradient of one update over its micro-batches.
+
+    Returns this process's share of the update's mean metrics, on the device: they add up over the processes.  Gradients
+    are averaged over the processes, hence the factor of their number: however the batch is divided among processes and
+    micro-batches, it is the gradient of the mean over the batch.
+    """
     total: dict[str, Tensor] = {}
     # Strided, so that every micro-batch has its share of every stratum of t.
     mine = torch.arange(accelerator.process_index, stage.batch, accelerator.num_processes)
@@ -172,20 +189,33 @@ def _backward(
                 f"task {task.name}: training example {empty} has an empty response, so nothing to learn from"
             )
         u = stratified(seed, Purpose.TIME, index, update, slots=slots, total=stage.batch)
-        with accelerator.autocast():
-            outcome = run(examples.to(accelerator.device), ids.to(accelerator.device), u)
-        accelerator.backward(outcome.loss / stage.accumulate)
+        share = len(slots) / stage.batch
+        last = micro == stage.accumulate - 1
+        with nullcontext() if last else accelerator.no_sync(run):  # processes exchange gradients once an update
+            with accelerator.autocast():
+                outcome = run(examples.to(accelerator.device), ids.to(accelerator.device), u)
+            accelerator.backward(outcome.loss * (share * accelerator.num_processes))
         for key, value in {"loss": outcome.loss.detach(), **outcome.metrics}.items():
-            total[key] = total.get(key, 0.0) + value / stage.accumulate
+            total[key] = total.get(key, 0.0) + value * share
     return total
 
 
 class _Numbers:
-    """Named scalars on their way from the device; `read` waits for what made them, and for nothing that came later."""
+    """Named scalars on their way from the device; `read` waits for what made them, and for nothing that came later.
 
-    def __init__(self, values: dict[str, Tensor]) -> None:
-        self.names = tuple(values)
-        stacked = torch.stack([value.double() for value in values.values()])
+    shares: added up over the processes.  wishes: above zero if a process has one.  same: the same on all of them.
+    All processes thus see the same numbers, and decide alike.
+    """
+
+    def __init__(
+        self, shares: dict[str, Tensor], wishes: dict[str, bool], same: dict[str, Tensor], accelerator: Accelerator
+    ) -> None:
+        self.names = (*shares, *wishes, *same)
+        wished = torch.tensor(list(wishes.values()), dtype=torch.float64).to(accelerator.device, non_blocking=True)
+        stacked = torch.cat([torch.stack([value.double() for value in shares.values()]), wished])
+        if accelerator.num_processes > 1:
+            stacked = accelerator.reduce(stacked, "sum")
+        stacked = torch.cat([stacked, torch.stack([_plain(value).double() for value in same.values()])])
         self.any_bad = (~stacked.isfinite().all()).float()  # 1 or 0, on the device
         self.values = stacked.to("cpu", non_blocking=True)
         self.ready = torch.cuda.Event() if stacked.is_cuda else None
@@ -196,6 +226,10 @@ class _Numbers:
         if self.ready is not None:
             self.ready.synchronize()
         return dict(zip(self.names, self.values.tolist(), strict=True))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _norm(network: str) -> str:
@@ -240,14 +274,6 @@ def _give_up(
         f"{name}, update {last}: {', '.join(wrong)} not finite, {times}; the last batch held the examples "
         f"{', '.join(map(str, ids.tolist()))}{saved}; try a smaller learning rate"
     )
-
-
-def _wishes(keeper: Keeper, state: StageState, accelerator: Accelerator) -> tuple[bool, bool]:
-    """Whether to stop, and whether to save: on all processes if on one."""
-    wishes = [keeper.stop.came, keeper.due(state.update)]
-    if accelerator.num_processes > 1:
-        wishes = (accelerator.reduce(torch.tensor(wishes, device=accelerator.device).float()) > 0).tolist()
-    return wishes[0], wishes[1]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import shutil
 from collections.abc import Iterator
@@ -10,7 +11,13 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    broadcast_object_list,
+    parse_flag_from_env,
+)
 
 from unmask.models.backbone import SIZES, Backbone, BackboneConfig
 from unmask.models.networks import Selector, SelectorConfig
@@ -18,7 +25,7 @@ from unmask.models.order_model import ModelFolderError, OrderModel, OrderModelCo
 from unmask.suggest import did_you_mean
 from unmask.tasks import make_task
 from unmask.tasks.task import Task, check_task
-from unmask.training.checkpoints import CheckpointFolder
+from unmask.training.checkpoints import Checkpoint, CheckpointFolder, read_checkpoint
 from unmask.training.collapse import CollapseGuard
 from unmask.training.folder import RunFolderError, finish, locked, prepare, save_stage, settle_recipe
 from unmask.training.keeper import Keeper, Stopped, StopSignal, stop_signal
@@ -26,6 +33,7 @@ from unmask.training.loop import Rates, run_stage
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import DenoiseObjective, OrderObjective
 from unmask.training.recipe import DenoiseRecipe, ModelRecipe, Optimisation, OrderRecipe, Recipe, RecipeError
+from unmask.training.state import copy_into, whole
 from unmask.variational.estimators import Baseline, LeaveOneOut, MovingAverage, NoBaseline
 
 
@@ -42,9 +50,12 @@ def train(
     with ExitStack() as stack:
         accelerator = stack.enter_context(_accelerator(recipe, cpu))
         model = _new_model(recipe, task)
-        replaced = prepare(out, force)
-        stack.enter_context(locked(out))
-        settle_recipe(recipe, out, allow_change)
+        replaced = None
+        if accelerator.is_main_process:
+            replaced = prepare(out, force)
+            stack.enter_context(locked(out))
+            settle_recipe(recipe, out, allow_change)
+        accelerator.wait_for_everyone()
         stop = stack.enter_context(stop_signal())
         try:
             model = _Training(recipe, task, out, accelerator, stop).run(model)
@@ -63,9 +74,9 @@ class _Training:
         self.metrics = Metrics(out / "metrics.jsonl")
         self.checkpoints = CheckpointFolder(out / "checkpoints", recipe.saving.keep)
         self.checkpoints.folder.mkdir(exist_ok=True)
-        self.keeper = Keeper(
-            self.checkpoints, recipe.saving, self.metrics, stop, {"recipe": dataclasses.asdict(recipe)}
-        )
+        about = {"recipe": dataclasses.asdict(recipe)}
+        writes = accelerator.is_main_process
+        self.keeper = Keeper(self.checkpoints, recipe.saving, self.metrics, stop, about, writes)
         self.finished: list[str] = []
 
     def run(self, model: OrderModel) -> OrderModel:
@@ -80,7 +91,9 @@ class _Training:
             if joint:
                 self._baseline(before, out / "baseline")
         model.requires_grad_(True).eval()
-        finish(model, out)
+        if self.accelerator.is_main_process:
+            finish(model, out)
+        self.accelerator.wait_for_everyone()
         return model
 
     def _before(self, model: OrderModel) -> OrderModel | None:
@@ -96,7 +109,7 @@ class _Training:
         if recipe.order is None:
             return None
         before = _place(_copy_denoiser(model), recipe, self.accelerator)
-        save_stage(before, folder)
+        self._save(before, folder)
         self.checkpoints.remove("denoise")
         return before
 
@@ -119,7 +132,7 @@ class _Training:
         guard = CollapseGuard(how.budget, how.restored_rate if how.on_collapse == "restore" else 0.0)
         self._stage("order", 1, objective, _order_rates(model, how), how, guard)
         if folder is not None:
-            save_stage(model, folder)
+            self._save(model, folder)
             self.checkpoints.remove("order")
 
     def _baseline(self, before: OrderModel, folder: Path) -> None:
@@ -129,7 +142,7 @@ class _Training:
         plain = continued(self.recipe)
         rates: Rates = {"denoiser": (before.denoiser, plain.learning_rate)}
         self._stage("baseline", 2, DenoiseObjective(before.denoiser, self.recipe.seed), rates, plain)
-        save_stage(before, folder)
+        self._save(before, folder)
 
     def _stage(
         self,
@@ -141,25 +154,47 @@ class _Training:
         guard: CollapseGuard | None = None,
     ) -> None:
         """`index` names the stage's stream of examples and times: no two stages see the same ones."""
-        found = self.keeper.resume = self.checkpoints.newest(name)
-        self.metrics.rewind(self.finished, name, found.facts["update"] if found else 0)
-        begin = objective.begin_update if isinstance(objective, OrderObjective) else lambda progress: None
-        seed, accelerator = self.recipe.seed, self.accelerator
+        accelerator = self.accelerator
+        self.keeper.resume = self._checkpoint(name)
+        # FSDP2 turns the weights of a module into shards for good, so there it is a copy that is trained.
+        sharded = accelerator.distributed_type == DistributedType.FSDP
+        trained, trained_rates = copy.deepcopy((objective, rates)) if sharded else (objective, rates)
+        begin = trained.begin_update if isinstance(trained, OrderObjective) else lambda progress: None
         run_stage(
             name,
             index,
-            objective,
-            rates,
+            trained,
+            trained_rates,
             how,
             self.task,
-            seed,
+            self.recipe.seed,
             accelerator,
             self.metrics,
             begin,
             keeper=self.keeper,
             guard=guard,
         )
+        if sharded:
+            copy_into(dict(objective.named_parameters()), {n: whole(p) for n, p in trained.named_parameters()})
         self.finished.append(name)
+
+    def _checkpoint(self, stage: str) -> Checkpoint | None:
+        """What the stage goes on from: the main process chooses, all read the same."""
+        chosen: list[str] = [""]
+        found = None
+        if self.accelerator.is_main_process:
+            found = self.checkpoints.newest(stage)
+            self.metrics.rewind(self.finished, stage, found.facts["update"] if found else 0)
+            chosen = [found.path.name if found else ""]
+        chosen = broadcast_object_list(chosen)
+        if chosen[0] and found is None:
+            found = read_checkpoint(self.checkpoints.folder / chosen[0])
+        return found
+
+    def _save(self, model: OrderModel, folder: Path) -> None:
+        if self.accelerator.is_main_process:
+            save_stage(model, folder)
+        self.accelerator.wait_for_everyone()
 
 
 @contextmanager
@@ -168,14 +203,20 @@ def _accelerator(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
 
     Accelerate keeps one precision a process; ours is put in its place for the time of the training.
     """
-    shared = AcceleratorState._shared_state
-    before = dict(shared)
+    shared, partial = AcceleratorState._shared_state, PartialState(cpu=cpu)._shared_state
+    before, kind = dict(shared), partial["distributed_type"]
     shared.clear()
     try:
-        yield Accelerator(mixed_precision=recipe.precision, cpu=cpu)
+        accelerator = Accelerator(mixed_precision=recipe.precision, cpu=cpu)
+        if accelerator.distributed_type == DistributedType.MULTI_CPU and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+            # Accelerate knows FSDP on accelerators only and would fall back to DDP without a word; gloo can do it.
+            accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+            accelerator.state.distributed_type = partial["distributed_type"] = DistributedType.FSDP
+        yield accelerator
     finally:
         shared.clear()
         shared.update(before)
+        partial["distributed_type"] = kind
 
 
 def _new_model(recipe: Recipe, task: Task) -> OrderModel:
