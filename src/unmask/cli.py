@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from unmask.decoding.tokens import TokenChoice
     from unmask.evaluation import Record
     from unmask.models.order_model import OrderModel
+    from unmask.processes import Processes
     from unmask.tasks.task import Task
     from unmask.training.recipe import Recipe
 
@@ -74,7 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _refuse(message: str) -> None:
-    typer.echo(f"unmask: {' '.join(message.split())}", err=True)
+    rank = os.environ.get("RANK", "0")  # of the processes that torchrun started
+    typer.echo(f"unmask{'' if rank == '0' else f' (process {rank})'}: {' '.join(message.split())}", err=True)
 
 
 def _version(wanted: bool) -> None:
@@ -151,6 +154,8 @@ def train(
     except Stopped as stopped:
         _refuse(str(stopped))
         raise typer.Exit(75) from None  # EX_TEMPFAIL: try again
+    if os.environ.get("RANK", "0") != "0":
+        return
     typer.echo(f"model: {out}   next: unmask evaluate {out}")
 
 
@@ -259,8 +264,9 @@ def sample(
     from unmask.decoding.generate import generate
     from unmask.decoding.policies import NetworkPolicy
     from unmask.evaluation import policy_named
+    from unmask.processes import Processes
 
-    model, plain, task = _load(run, cpu=True)[:3]
+    model, plain, task = _load(run, Processes(cpu=True))[:3]
     rule = policy_named(policy or ("learned" if model.selector is not None else "top-prob"), model)
     denoiser = (model if isinstance(rule, NetworkPolicy) else plain).denoiser
     choice = TokenOptions(temperature, top_p, top_k).choice(task, temperature)
@@ -397,10 +403,12 @@ def _evaluate_run(
     from unmask.evaluation import evaluate as evaluate_policy
     from unmask.evaluation import policy_named, response_sizes
     from unmask.jsonl import append_jsonl
+    from unmask.processes import Processes
     from unmask.report import read_orders, read_records, table
     from unmask.verdicts import VerdictFile
 
-    model, plain, task, recipe = _load(run, cpu)
+    processes = Processes(cpu)
+    model, plain, task, recipe = _load(run, processes)
     settings = recipe.evaluate
     names = list(policies) or [*(["learned"] if model.selector is not None else []), *settings.policies]
     own = list(model.selector.budgets) if model.selector is not None else []
@@ -419,16 +427,17 @@ def _evaluate_run(
         fitting = [budget for budget in wanted if _can_run(rule, budget, sizes)]
         if not fitting:
             rule.check(wanted[0], sizes)  # says why
-        if left_out := [str(budget) for budget in wanted if budget not in fitting]:
+        left_out = [str(budget) for budget in wanted if budget not in fitting]
+        if left_out and processes.is_main:
             typer.echo(f"unmask: {rule.name} cannot run at {', '.join(left_out)} steps: left out", err=True)
         (learned if is_learned else heuristics).extend((rule, budget) for budget in fitting)
     results, orders = run / "results.jsonl", run / "orders.jsonl"
     recorded = read_records(results) if results.exists() else []
-    pictured, stream = read_orders(orders), VerdictFile(run / "verdicts.jsonl")
+    pictured, stream = read_orders(orders), VerdictFile(run / "verdicts.jsonl", processes.is_main)
 
     def evaluated(wanted: Sequence[tuple[Policy, int]]) -> list[Result]:
         found = []
-        with _progress("evaluate", number * len(wanted)) as advance:
+        with _progress("evaluate", number * len(wanted), processes.is_main) as advance:
             for rule, budget in wanted:
                 record, order, verdicts = evaluate_policy(
                     model if isinstance(rule, NetworkPolicy) else plain,
@@ -443,10 +452,11 @@ def _evaluate_run(
                     again=again,
                     compile=compile,
                     advance=advance,
+                    processes=processes,
                 )
-                if again or record not in recorded:
+                if processes.is_main and (again or record not in recorded):
                     append_jsonl(results, [record])
-                if order not in pictured:
+                if processes.is_main and order not in pictured:
                     append_jsonl(orders, [order])
                 found.append(Result(record, verdicts))
         return found
@@ -458,6 +468,8 @@ def _evaluate_run(
     if not budgets and (further := _one_step_more(heuristics, compared, sizes)):
         compared += evaluated(further)
     records = [result.record for result in compared]
+    if not processes.is_main:
+        return records
     _console().print(table(records, _title(run), _caption(run, records)))
     _print_comparisons(compared)
     return records
@@ -523,9 +535,13 @@ def _evaluate_bound(run: Path, examples: int | None, trajectories: int, seed: in
     from dataclasses import asdict
 
     from unmask.evaluation import evaluate_bound
+    from unmask.processes import Processes
     from unmask.report import bound_table
 
-    model, plain, task, recipe = _load(run, cpu)
+    processes = Processes(cpu)
+    if not processes.is_main:
+        return  # a matter of seconds, and a sum whose rounding would depend on how it is divided
+    model, plain, task, recipe = _load(run, processes)
     if model.selector is None:
         raise ValueError(f"{run} has no learned order, so it has no order bound: train one with an [order] section")
     number = examples or recipe.evaluate.examples
@@ -631,7 +647,7 @@ def _console() -> Console:
     return Console(highlight=False)
 
 
-def _load(run: Path, cpu: bool) -> tuple[OrderModel, OrderModel, Task, Recipe]:
+def _load(run: Path, processes: Processes) -> tuple[OrderModel, OrderModel, Task, Recipe]:
     """The model of a run, the one whose denoiser the heuristics run on, the task and the recipe, ready to use."""
     import torch
 
@@ -640,14 +656,13 @@ def _load(run: Path, cpu: bool) -> tuple[OrderModel, OrderModel, Task, Recipe]:
     model, plain, recipe, task = load_run(run)
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
-    device = "cuda" if torch.cuda.is_available() and not cpu else "cpu"
-    return model.to(device), plain.to(device), task, recipe
+    return model.to(processes.device), plain.to(processes.device), task, recipe
 
 
 @contextmanager
-def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
+def _progress(name: str, total: int, visible: bool = True) -> Iterator[Callable[[int], None]]:
     from rich.progress import Progress
 
-    with Progress() as bar:
+    with Progress(disable=not visible) as bar:
         line = bar.add_task(f"{name:<9}", total=total)
         yield lambda sequences: bar.advance(line, sequences)

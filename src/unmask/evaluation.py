@@ -21,12 +21,13 @@ from unmask.decoding.policies import NetworkPolicy, Policy, parse_policy
 from unmask.decoding.tokens import TokenChoice
 from unmask.models.networks import Selector
 from unmask.models.order_model import OrderModel
+from unmask.processes import Processes
 from unmask.streams import Purpose, uniforms
 from unmask.tasks.diversity import distinct_range, sequence_codes
 from unmask.tasks.task import Examples, Task
-from unmask.training.objectives import OrderObjective, padding, read_denoiser
+from unmask.training.objectives import OrderObjective, batch_for, read_denoiser
 from unmask.variational.estimators import NoBaseline
-from unmask.verdicts import IDENTITY, Asked, Chunk, VerdictFile, Verdicts, verdicts_in
+from unmask.verdicts import IDENTITY, Asked, Chunk, VerdictFile, Verdicts, joined, verdicts_in
 
 BATCH = 250  # sequences a pass
 CHUNK = 4 * BATCH  # sequences between two lines of verdicts: the most that a crash loses
@@ -129,12 +130,15 @@ def evaluate(
     again: bool = False,
     compile: bool = False,
     advance: Callable[[int], None] = lambda sequences: None,
+    processes: Processes | None = None,
 ) -> Evaluation:
     """Generate for the first `examples` of the test split with the denoiser of `model`, and check every answer.
 
     Every chunk of examples is added to `stream` when it is done.  What is already there of this very evaluation is not
     done again, unless `again`: the record is the same as if it had never been interrupted, but for the seconds.
+    Several `processes` share every chunk and come to the same record, each of them.
     """
+    processes = processes or Processes(cpu=True)
     _check_examples(task, examples)
     policy.check(budget, response_sizes(task, examples))
     asked = _asked(model, task, policy, budget, examples, choice, seed, label, compile)
@@ -145,7 +149,11 @@ def evaluate(
     engine = Engine(model.denoiser, policy, budget, choice, batch_size=min(BATCH, examples), compile=compile)
     for first in range(done, examples, CHUNK):
         ids = torch.arange(first, min(first + CHUNK, examples))
-        chunk = _evaluate_chunk(engine, task, asked, ids, next(model.parameters()).device, advance)
+        mine, device = processes.share(ids), next(model.parameters()).device
+        part = _evaluate_chunk(engine, task, asked, mine, device, advance) if len(mine) else None
+        chunk = joined([found for found in processes.gather(part) if found is not None])
+        if len(mine) < len(ids):
+            advance(len(ids) - len(mine))  # what the others did
         chunks.append(chunk)
         if stream is not None:
             stream.append(chunk)
@@ -294,20 +302,20 @@ def evaluate_bound(
     objective = OrderObjective(model, budget, trajectories, NoBaseline(), seed)
     reconstruction, order_kl, mdm, lengths, exact = [], [], [], [], []
     for ids in torch.arange(examples).split(BATCH):
-        batch = task.examples(ids, "test").to(device)
+        truth = task.examples(ids, "test")
+        batch, layout = batch_for(plain.denoiser, truth)[:2]
         ids = ids.to(device)
         for t in range(budget):
             times = torch.full_like(ids, t)
-            terms, _, _ = objective.terms(batch, ids, times)
+            terms, _, _ = objective.terms(truth, ids, times)
             reconstruction.append(terms.reconstruction.mean(-1).cpu())
             order_kl.append(terms.order_kl.mean(-1).cpu())
             masked = batch.response & (
                 uniforms(seed, Purpose.MASKING, t, ids[:, None], batch.position) < (t + 1) / budget
             )
-            log_mu = read_denoiser(plain.denoiser, batch.tokens, masked, padding(batch)).log_mu
+            log_mu = read_denoiser(plain.denoiser, batch.tokens, masked, layout).log_mu
             mdm.append(log_mu.sum(-1).cpu() / (t + 1))
         lengths.append(batch.response.sum(-1).cpu())
-        truth = task.examples(ids.cpu(), "test")
         exact.append(task.log_likelihood(truth.tokens, truth))
         advance(len(ids))
     tokens = torch.cat(lengths).double()  # [E]

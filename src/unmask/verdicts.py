@@ -5,7 +5,7 @@ An evaluation that was interrupted goes on after its last line, and rules are co
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -67,6 +67,22 @@ class Chunk:
     revision: str
 
 
+def joined(parts: list[Chunk]) -> Chunk:
+    """One chunk of parts that follow one another, and that were worked on side by side."""
+    first = parts[0]
+    counts = ("num_forwards", "num_passes", "nothing_selected", "num_positions")
+    return replace(
+        first,
+        valid="".join(part.valid for part in parts),
+        steps=[count for part in parts for count in part.steps],
+        answers=None if first.answers is None else [code for part in parts for code in part.answers or []],
+        reveal_step=[row for part in parts for row in part.reveal_step],
+        num_revisions=None if first.num_revisions is None else sum(part.num_revisions or 0 for part in parts),
+        seconds=max(part.seconds for part in parts),
+        **{name: sum(getattr(part, name) for part in parts) for name in counts},
+    )
+
+
 class Verdicts(NamedTuple):
     """What came of each example; E examples."""
 
@@ -82,10 +98,10 @@ def verdicts_in(chunks: list[Chunk]) -> Verdicts:
 
 
 class VerdictFile:
-    """The chunks of a file by the evaluation that they belong to."""
+    """The chunks of a file by the evaluation that they belong to.  Of several processes, one `writes`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, writes: bool = True) -> None:
+        self.path, self.writes = path, writes
         self._evaluations: dict[Asked, list[Chunk]] = {}
         rows = read_jsonl(path, Chunk) if path.exists() else []
         for number, row in enumerate(rows, start=1):
@@ -109,7 +125,8 @@ class VerdictFile:
             chunks.append(chunk)
 
     def append(self, chunk: Chunk) -> None:
-        append_jsonl(self.path, [chunk])
+        if self.writes:
+            append_jsonl(self.path, [chunk])
         self._add(chunk)
 
     def chunks(self, asked: Asked) -> list[Chunk]:

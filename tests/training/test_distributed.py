@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -115,3 +116,33 @@ def test_a_batch_too_small_for_its_micro_batches_is_refused(tmp_path):
 
     with pytest.raises(ValueError, match="batch = 4 is too small for 3 processes with accumulate = 2: raise it to 6"):
         run_stage("order", 1, torch.nn.Linear(1, 1), {}, Optimisation(1, 4, accumulate=2), None, 0, Many(), None)
+
+
+def comparable(path):
+    """The lines of a file of results, without what differs from machine to machine and from call to call."""
+    lines = json_lines(path)
+    for line in lines:
+        line.pop("seconds", None)
+    return lines
+
+
+def test_the_command_line_on_two_processes(two, tmp_path):
+    """`torchrun -m unmask train` and `evaluate`: one speaks, and the records are those of one process."""
+    run, options = tmp_path / "run", ["--cpu"]
+    recipe_file = tmp_path / "tiny.toml"
+    recipe_file.write_text(TINY_RECIPE)
+    done = launch("unmask", "train", recipe_file, "--out", run, *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("model: ") == 1
+    alone = shutil.copytree(run, tmp_path / "alone")
+    done = launch("unmask", "evaluate", run, "--examples", 21, *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("true entropy") == 1, "one of them prints"
+    call = [sys.executable, "-m", "unmask", "evaluate", alone, "--examples", "21", *options]
+    subprocess.run(list(map(str, call)), check=True, capture_output=True)
+    for name in ("results.jsonl", "orders.jsonl", "verdicts.jsonl"):
+        assert comparable(run / name) == comparable(alone / name), name
+    assert len(comparable(run / "results.jsonl")) >= 3
+    done = launch("unmask", "train", recipe_file, "--out", run, *options)
+    assert done.returncode != 0
+    assert "already holds a finished run" in done.stderr

@@ -488,3 +488,31 @@ def test_a_finished_run_is_replaced_only_by_a_finished_one(base, tmp_path, monke
     train(recipe(base), folder, force=True, cpu=True)  # replaces a finished one, and cleans up behind itself
     assert not (tmp_path / "run.replaced").exists()
     assert OrderModel.from_pretrained(folder).selector is not None
+
+
+# --- trackers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_tracker_that_is_not_installed_is_refused(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match="trackers: wandb is not installed; pip install wandb, or leave it out"):
+        train(recipe(base, 'trackers=["wandb"]'), tmp_path / "run", cpu=True)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(RecipeError, match="choose from tensorboard, wandb, trackio"):
+        recipe(base, 'trackers=["wandbe"]')
+
+
+def test_trackers_are_told_the_recipe_and_every_metric(base, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(run_module, "find_spec", lambda name: True)
+    monkeypatch.setattr(Accelerator, "init_trackers", lambda self, project, config: told.append((project, config)))
+    monkeypatch.setattr(Accelerator, "log", lambda self, values, step: told.append((step, values)))
+    train(recipe(base, *JOINT, 'trackers=["tensorboard"]'), tmp_path / "run", cpu=True)
+    (project, config), *steps = told
+    assert project == "unmask"
+    assert config["order.budget"] == 2
+    assert config["task.name"] == "groups"
+    assert [step for step, _ in steps] == [0, 2, 3, 5, 6, 8], "over all stages, as wandb wants them"
+    lines = json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert steps[-1][1]["baseline/loss"] == lines[-1]["loss"]
+    assert steps[2][1]["order/gradient_norm/scorer"] == lines[2]["gradient_norm"]["scorer"]

@@ -91,7 +91,7 @@ def prepare(out: Path, force: bool) -> Path | None:
 
 
 # What may differ between the recipe of a run and the one that continues it: nothing here changes what is learned.
-FREE = ("evaluate", "saving", "threads", "compile")
+FREE = ("evaluate", "saving", "threads", "compile", "trackers")
 
 
 def settle_recipe(recipe: Recipe, out: Path, allow_change: bool) -> None:
@@ -102,7 +102,7 @@ def settle_recipe(recipe: Recipe, out: Path, allow_change: bool) -> None:
             stored = Recipe.from_json(path.read_text())
         except (OSError, ValueError):
             raise RunFolderError(f"{path} is damaged: restore it from a copy, or begin anew with --force") from None
-        changes = list(differences(dataclasses.asdict(stored), dataclasses.asdict(recipe)))
+        changes = differences(stored, recipe)
         said = ", ".join(f"{key} = {new!r} (was {old!r})" for key, old, new in changes)
         if changes and not allow_change:
             raise RunFolderError(
@@ -117,16 +117,19 @@ def settle_recipe(recipe: Recipe, out: Path, allow_change: bool) -> None:
     write_text(path, recipe.to_json())
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(stored: Recipe, given: Recipe) -> list[tuple[str, Any, Any]]:
     """Every value that matters and differs: its key, as --set takes it, and both values."""
-    for key in {**old, **new}:
-        if not prefix and key in FREE:
-            continue
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            yield from differences(before, after, f"{prefix}{key}.")
-        elif before != after:
-            yield f"{prefix}{key}", before, after
+    old, new = flat(dataclasses.asdict(stored)), flat(dataclasses.asdict(given))
+    matter = [key for key in {**old, **new} if key.partition(".")[0] not in FREE]
+    return [(key, old.get(key), new.get(key)) for key in matter if old.get(key) != new.get(key)]
+
+
+def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested tables by their keys, as --set takes them."""
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return values
 
 
 def save_stage(model: OrderModel, folder: Path) -> None:

@@ -193,7 +193,7 @@ def _backward(
         last = micro == stage.accumulate - 1
         with nullcontext() if last else accelerator.no_sync(run):  # processes exchange gradients once an update
             with accelerator.autocast():
-                outcome = run(examples.to(accelerator.device), ids.to(accelerator.device), u)
+                outcome = run(examples, ids, u)
             accelerator.backward(outcome.loss * (share * accelerator.num_processes))
         for key, value in {"loss": outcome.loss.detach(), **outcome.metrics}.items():
             total[key] = total.get(key, 0.0) + value * share

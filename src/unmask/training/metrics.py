@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from unmask.training.checkpoints import CheckpointError, reason, sync
 
 
 class Metrics:
-    """Lines are only ever added, but for what a run takes back that goes on from an earlier update."""
+    """Lines are only ever added, but for what a run takes back that goes on from an earlier update.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    track: an experiment tracker, called with named numbers and the updates done before them over all stages.
+    first: for each stage, the updates of the stages before it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        track: Callable[[dict[str, float], int], None] | None = None,
+        first: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self.path, self.track, self.first = path, track, first
 
     def write(self, **values: Any) -> None:
+        self._append(values)
+        if self.track is not None and "loss" in values:
+            stage, step = values["stage"], self.first[values["stage"]] + values["update"]
+            numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+            norms = {f"gradient_norm/{key}": value for key, value in values["gradient_norm"].items()}
+            self.track({f"{stage}/{key}": value for key, value in {**numbers, **norms}.items()}, step)
+
+    def _append(self, values: dict[str, Any]) -> None:
         try:
             with self.path.open("a") as file:
                 file.write(json.dumps(values) + "\n")

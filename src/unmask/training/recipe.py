@@ -197,6 +197,7 @@ class Recipe:
     init: str = ""  # a run folder whose denoiser to start from
     precision: Literal["no", "bf16"] = "no"  # autocast
     compile: bool = False  # torch.compile, on CUDA
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # where metrics go beside RUN/metrics.jsonl
     threads: int = 0  # CPU threads; 0: torch's default; tiny models are fastest with 1
 
     def __post_init__(self) -> None:

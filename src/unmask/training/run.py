@@ -7,6 +7,7 @@ import dataclasses
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from unmask.tasks import make_task
 from unmask.tasks.task import Task, check_task
 from unmask.training.checkpoints import Checkpoint, CheckpointFolder, read_checkpoint
 from unmask.training.collapse import CollapseGuard
-from unmask.training.folder import RunFolderError, finish, locked, prepare, save_stage, settle_recipe
+from unmask.training.folder import RunFolderError, finish, flat, locked, prepare, save_stage, settle_recipe
 from unmask.training.keeper import Keeper, Stopped, StopSignal, stop_signal
 from unmask.training.loop import Rates, run_stage
 from unmask.training.metrics import Metrics
@@ -44,11 +45,12 @@ def train(
 
     Raises Stopped when SIGTERM came and the run was saved.
     """
+    _check_trackers(recipe)
     task = _task(recipe)
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     with ExitStack() as stack:
-        accelerator = stack.enter_context(_accelerator(recipe, cpu))
+        accelerator = stack.enter_context(_accelerator(recipe, out, cpu))
         model = _new_model(recipe, task)
         replaced = None
         if accelerator.is_main_process:
@@ -57,6 +59,7 @@ def train(
             settle_recipe(recipe, out, allow_change)
         accelerator.wait_for_everyone()
         stop = stack.enter_context(stop_signal())
+        stack.enter_context(_trackers(recipe, accelerator))
         try:
             model = _Training(recipe, task, out, accelerator, stop).run(model)
         except Stopped as stopped:
@@ -71,7 +74,8 @@ class _Training:
 
     def __init__(self, recipe: Recipe, task: Task, out: Path, accelerator: Accelerator, stop: StopSignal) -> None:
         self.recipe, self.task, self.out, self.accelerator = recipe, task, out, accelerator
-        self.metrics = Metrics(out / "metrics.jsonl")
+        self.compiled = recipe.compile and accelerator.device.type == "cuda"
+        self.metrics = Metrics(out / "metrics.jsonl", accelerator.log if recipe.trackers else None, _first(recipe))
         self.checkpoints = CheckpointFolder(out / "checkpoints", recipe.saving.keep)
         self.checkpoints.folder.mkdir(exist_ok=True)
         about = {"recipe": dataclasses.asdict(recipe)}
@@ -82,7 +86,7 @@ class _Training:
     def run(self, model: OrderModel) -> OrderModel:
         """`model` as it was born or as `init` has it."""
         recipe, out = self.recipe, self.out
-        _place(model, recipe, self.accelerator)
+        _place(model, self.compiled, self.accelerator)
         before = self._before(model)
         if recipe.order is not None and before is not None:
             joint = recipe.order.denoiser_rate > 0
@@ -101,14 +105,16 @@ class _Training:
         recipe, folder = self.recipe, self.out / "denoiser"
         if recipe.order is not None and folder.exists():
             self.finished.append("denoise")
-            return _place(OrderModel.from_pretrained(folder), recipe, self.accelerator)
+            return _place(OrderModel.from_pretrained(folder), self.compiled, self.accelerator)
         if recipe.denoise is not None:
             rates: Rates = {"denoiser": (model.denoiser, recipe.denoise.learning_rate)}
             index = 3 if recipe.init else 0  # the run that `init` names may have seen the examples of stage 0
-            self._stage("denoise", index, DenoiseObjective(model.denoiser, recipe.seed), rates, recipe.denoise)
+            self._stage(
+                "denoise", index, DenoiseObjective(model.denoiser, recipe.seed, self.compiled), rates, recipe.denoise
+            )
         if recipe.order is None:
             return None
-        before = _place(_copy_denoiser(model), recipe, self.accelerator)
+        before = _place(_copy_denoiser(model), self.compiled, self.accelerator)
         self._save(before, folder)
         self.checkpoints.remove("denoise")
         return before
@@ -128,6 +134,7 @@ class _Training:
             learn_denoiser=how.denoiser_rate > 0,
             attach_selector=how.attach_selector,
             initial_kl_weight=how.kl_weight,
+            compile=self.compiled,
         )
         guard = CollapseGuard(how.budget, how.restored_rate if how.on_collapse == "restore" else 0.0)
         self._stage("order", 1, objective, _order_rates(model, how), how, guard)
@@ -141,7 +148,7 @@ class _Training:
             return
         plain = continued(self.recipe)
         rates: Rates = {"denoiser": (before.denoiser, plain.learning_rate)}
-        self._stage("baseline", 2, DenoiseObjective(before.denoiser, self.recipe.seed), rates, plain)
+        self._stage("baseline", 2, DenoiseObjective(before.denoiser, self.recipe.seed, self.compiled), rates, plain)
         self._save(before, folder)
 
     def _stage(
@@ -198,7 +205,7 @@ class _Training:
 
 
 @contextmanager
-def _accelerator(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
+def _accelerator(recipe: Recipe, out: Path, cpu: bool) -> Iterator[Accelerator]:
     """An Accelerator with the recipe's precision.
 
     Accelerate keeps one precision a process; ours is put in its place for the time of the training.
@@ -207,7 +214,9 @@ def _accelerator(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
     before, kind = dict(shared), partial["distributed_type"]
     shared.clear()
     try:
-        accelerator = Accelerator(mixed_precision=recipe.precision, cpu=cpu)
+        accelerator = Accelerator(
+            mixed_precision=recipe.precision, cpu=cpu, log_with=list(recipe.trackers) or None, project_dir=out
+        )
         if accelerator.distributed_type == DistributedType.MULTI_CPU and parse_flag_from_env("ACCELERATE_USE_FSDP"):
             # Accelerate knows FSDP on accelerators only and would fall back to DDP without a word; gloo can do it.
             accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
@@ -217,6 +226,33 @@ def _accelerator(recipe: Recipe, cpu: bool) -> Iterator[Accelerator]:
         shared.clear()
         shared.update(before)
         partial["distributed_type"] = kind
+
+
+def _first(recipe: Recipe) -> dict[str, int]:
+    """For each stage, the updates of the stages before it."""
+    order = recipe.denoise.updates if recipe.denoise else 0
+    return {"denoise": 0, "order": order, "baseline": order + (recipe.order.updates if recipe.order else 0)}
+
+
+@contextmanager
+def _trackers(recipe: Recipe, accelerator: Accelerator) -> Iterator[None]:
+    """The experiment trackers of the recipe, told all its values."""
+    if recipe.trackers:
+        values = flat(dataclasses.asdict(recipe))
+        config = {key: value if isinstance(value, int | float) else str(value) for key, value in values.items()}
+        accelerator.init_trackers("unmask", config)
+    try:
+        yield
+    finally:
+        for tracker in accelerator.trackers:
+            tracker.finish()
+
+
+def _check_trackers(recipe: Recipe) -> None:
+    """Accelerate passes over a tracker that is not installed without a word."""
+    for name in recipe.trackers:
+        if find_spec(name) is None:
+            raise RecipeError(f"trackers: {name} is not installed; pip install {name}, or leave it out")
 
 
 def _new_model(recipe: Recipe, task: Task) -> OrderModel:
@@ -302,14 +338,19 @@ def _denoiser(recipe: Recipe, task: Task) -> OrderModel:
     return model
 
 
-def _place(model: OrderModel, recipe: Recipe, accelerator: Accelerator) -> OrderModel:
-    """The model on its device, compiled there if the recipe asks for it."""
+def _place(model: OrderModel, compiled: bool, accelerator: Accelerator) -> OrderModel:
+    """The model on its device, its networks compiled or not."""
     model.to(accelerator.device)
-    if recipe.compile and accelerator.device.type == "cuda":
-        for module in model.modules():
-            if isinstance(module, Backbone | Selector):  # the heavy parts; no shape inside them depends on the data
-                module.run = torch.compile(module.run, dynamic=True)  # type: ignore[method-assign]
+    if compiled:
+        compile_networks(model)
     return model
+
+
+def compile_networks(model: OrderModel) -> None:
+    """Compile the heavy parts, whatever the number of their tokens."""
+    for module in model.modules():
+        if isinstance(module, Backbone | Selector):
+            module.run = torch.compile(module.run, dynamic=True)  # type: ignore[method-assign, assignment]
 
 
 def _copy_denoiser(model: OrderModel) -> OrderModel:
