@@ -252,6 +252,7 @@ OTHER = {
     "top_k": 5,
     "guidance": 1.5,
     "eos_policy": "min-length:20",
+    "precision": "bf16",
 }
 
 

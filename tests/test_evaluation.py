@@ -105,6 +105,7 @@ ISSUE_FIELDS = [
 EXTRAS = [
     *("nothing_selected", "distinct", "distinct_low", "distinct_high"),
     *("top_p", "top_k", "guidance", "mean_passes", "mean_revisions"),
+    *("trained_seed", "plain_denoiser", "precision", "score_flexible", "overlong"),
 ]
 
 

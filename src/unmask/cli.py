@@ -48,6 +48,10 @@ Force = Annotated[
 Cpu = Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where a GPU is present.")]
 Run = Annotated[Path, typer.Argument(help="Folder of a finished run.", show_default=False)]
 
+Split = Annotated[
+    str | None,
+    typer.Option(help="The held-out split, where the task has several.", show_default="the recipe's"),
+]
 TopP = Annotated[float, typer.Option(help="Sample among the fewest tokens that hold this much of the mass.")]
 TopK = Annotated[int, typer.Option(help="Sample among this many most probable tokens; 0: all.")]
 
@@ -156,7 +160,16 @@ def evaluate(
             show_default="the recipe's, and what a comparison at the learned order's steps needs",
         ),
     ] = None,
-    examples: Annotated[int | None, typer.Option(min=1, help="Test examples.", show_default="the recipe's")] = None,
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Heuristics also at what a comparison with the learned order of this run needs, which was learned on "
+            "the same denoiser and has been evaluated; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    split: Split = None,
+    examples: Annotated[int | None, typer.Option(min=1, help="Held-out examples.", show_default="the recipe's")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.", show_default="the recipe's")] = None,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -174,6 +187,9 @@ def evaluate(
     compile: Annotated[
         bool, typer.Option("--compile", help="Fixed shapes and torch.compile, on CUDA as graphs: for many examples.")
     ] = False,
+    bf16: Annotated[
+        bool, typer.Option("--bf16", help="The denoiser's trunk in bfloat16, scores in float32: faster on a GPU.")
+    ] = False,
     bound: Annotated[bool, typer.Option("--bound", help="The held-out bound instead, in nats a token.")] = False,
     trajectories: Annotated[int, typer.Option(min=1, help="Trajectories a sequence and time, with --bound.")] = 8,
     cpu: Cpu = False,
@@ -184,14 +200,27 @@ def evaluate(
     """
     tokens = TokenOptions(temperature, top_p, top_k, guidance, min_length, stop_at_eos)
     if bound:
-        if policy or steps or tokens != TokenOptions():
+        if policy or steps or against or bf16 or tokens != TokenOptions():
             raise ValueError(
-                "--bound takes no --policy, no --steps and nothing that chooses tokens, such as --temperature: "
-                "it is a number of the trained model"
+                "--bound takes no --policy, no --steps, no --against, no --bf16 and nothing that chooses tokens, such "
+                "as --temperature: it is a number of the trained model"
             )
-        _evaluate_bound(run, examples, trajectories, seed, cpu)
+        _evaluate_bound(run, examples, trajectories, seed, cpu, split)
     else:
-        _evaluate_run(run, policy or [], steps or [], examples, tokens, seed, again=again, compile=compile, cpu=cpu)
+        _evaluate_run(
+            run,
+            policy or [],
+            steps or [],
+            examples,
+            tokens,
+            seed,
+            against=against or [],
+            split=split,
+            again=again,
+            compile=compile,
+            bf16=bf16,
+            cpu=cpu,
+        )
 
 
 @app.command()
@@ -372,23 +401,28 @@ def _evaluate_run(
     tokens: TokenOptions | None = None,
     seed: int | None = None,
     *,
+    against: Sequence[Path] = (),
+    split: str | None = None,
     again: bool = False,
     compile: bool = False,
+    bf16: bool = False,
     cpu: bool = False,
 ) -> list[Record]:
     """Evaluate policies x budgets, the recipe's where none are named; print the tables and add to the run's results.
 
-    Without `budgets`, heuristics also run at those that a comparison with the learned order needs.
+    Without `budgets`, heuristics also run at those that a comparison with the learned order needs; and always at those
+    that one with the orders of the runs `against` needs.
     """
     from unmask.comparison import Result
     from unmask.decoding.policies import NetworkPolicy
     from unmask.evaluation import evaluate as evaluate_policy
-    from unmask.evaluation import policy_named, response_sizes
+    from unmask.evaluation import policy_named, response_sizes, weights_hash
     from unmask.jsonl import append_jsonl
     from unmask.report import read_orders, read_records, table
+    from unmask.tasks.task import held_out_split
     from unmask.verdicts import VerdictFile
 
-    model, plain, task, recipe = _load(run, cpu)
+    model, plain, task, recipe = _load(run, cpu, split)
     settings = recipe.evaluate
     names = list(policies) or [*(["learned"] if model.selector is not None else []), *settings.policies]
     own = list(model.selector.budgets) if model.selector is not None else []
@@ -410,6 +444,16 @@ def _evaluate_run(
         if left_out := [str(budget) for budget in wanted if budget not in fitting]:
             typer.echo(f"unmask: {rule.name} cannot run at {', '.join(left_out)} steps: left out", err=True)
         (learned if is_learned else heuristics).extend((rule, budget) for budget in fitting)
+    sampling = recipe.seed if seed is None else seed
+    way: dict[str, Any] = {
+        **{name: getattr(choice, name) for name in ("temperature", "top_p", "top_k", "guidance", "eos_policy")},
+        "task": task.name,
+        "split": held_out_split(task),
+        "num_examples": number,
+        "seed": sampling,
+        "precision": "bf16" if bf16 else "no",
+    }
+    elsewhere = [result for other in against for result in _learned_in(other, way, weights_hash(plain.denoiser))]
     results, orders = run / "results.jsonl", run / "orders.jsonl"
     recorded = read_records(results) if results.exists() else []
     pictured, stream = read_orders(orders), VerdictFile(run / "verdicts.jsonl")
@@ -425,8 +469,11 @@ def _evaluate_run(
                     budget,
                     examples=number,
                     choice=choice,
-                    seed=recipe.seed if seed is None else seed,
+                    seed=sampling,
                     label=_label(recipe),
+                    trained_seed=recipe.seed,
+                    plain=plain,
+                    precision=way["precision"],
                     stream=stream,
                     again=again,
                     compile=compile,
@@ -440,15 +487,39 @@ def _evaluate_run(
         return found
 
     compared = evaluated(learned) if learned else []
-    if not budgets:
-        heuristics = _with_equal_steps(heuristics, compared, sizes)
+    met = [*([] if budgets else compared), *elsewhere]
+    heuristics = _with_equal_steps(heuristics, met, sizes) if met else heuristics
+    compared += elsewhere
     compared += evaluated(heuristics) if heuristics else []
-    if not budgets and (further := _one_step_more(heuristics, compared, sizes)):
+    if further := _one_step_more(heuristics, met, compared, sizes):
         compared += evaluated(further)
     records = [result.record for result in compared]
     _console().print(table(records, _title(run), _caption(run, records)))
     _print_comparisons(compared)
     return records
+
+
+def _learned_in(run: Path, asked: dict[str, Any], denoiser: str) -> list[Result]:
+    """The learned orders of another run, evaluated as `asked` and learned on the denoiser with this hash."""
+    from unmask.comparison import results
+    from unmask.report import read_records
+    from unmask.verdicts import VerdictFile
+
+    found = [
+        record
+        for record in read_records(run / "results.jsonl")
+        if record.trained_budget is not None and all(getattr(record, name) == asked[name] for name in asked)
+    ]
+    if not found:
+        raise ValueError(
+            f"--against {run}: its learned order has not been evaluated on {asked['num_examples']} examples of "
+            f"{asked['split']} with the same settings: run `unmask evaluate {run} --policy learned` with them first"
+        )
+    if any(record.plain_denoiser != denoiser for record in found):
+        raise ValueError(
+            f"--against {run}: its order was learned on another denoiser, so nothing here compares with it"
+        )
+    return results(found, VerdictFile(run / "verdicts.jsonl"))
 
 
 def _with_equal_steps(
@@ -478,19 +549,18 @@ def _can_run(rule: Policy, budget: int, sizes: Tensor) -> bool:
 
 
 def _one_step_more(
-    heuristics: Sequence[tuple[Policy, int]], compared: Sequence[Result], sizes: Tensor
+    heuristics: Sequence[tuple[Policy, int]], learned: Sequence[Result], compared: Sequence[Result], sizes: Tensor
 ) -> list[tuple[Policy, int]]:
     """What else a comparison needs of rules that take a little less than their budget, as iid does."""
     reached = {(result.record.policy, result.record.budget): result.mean_steps for result in compared}
     needed: dict[tuple[str, int], tuple[Policy, int]] = {}
-    for result in compared:
-        if result.record.trained_budget is not None:
-            ceiling = math.ceil(result.mean_steps)
-            for rule, budget in heuristics:
-                more = (rule.name, budget + 1)
-                short = budget == ceiling and reached[rule.name, budget] < result.mean_steps
-                if short and more not in reached and _can_run(rule, budget + 1, sizes):
-                    needed[more] = (rule, budget + 1)
+    for result in learned:
+        ceiling = math.ceil(result.mean_steps)
+        for rule, budget in heuristics:
+            more = (rule.name, budget + 1)
+            short = budget == ceiling and reached[rule.name, budget] < result.mean_steps
+            if short and more not in reached and _can_run(rule, budget + 1, sizes):
+                needed[more] = (rule, budget + 1)
     return list(needed.values())
 
 
@@ -506,14 +576,16 @@ def _print_comparisons(results: Sequence[Result]) -> None:
         _console().print(area_table(rows))
 
 
-def _evaluate_bound(run: Path, examples: int | None, trajectories: int, seed: int | None, cpu: bool) -> None:
+def _evaluate_bound(
+    run: Path, examples: int | None, trajectories: int, seed: int | None, cpu: bool, split: str | None = None
+) -> None:
     import json
     from dataclasses import asdict
 
     from unmask.evaluation import evaluate_bound
     from unmask.report import bound_table
 
-    model, plain, task, recipe = _load(run, cpu)
+    model, plain, task, recipe = _load(run, cpu, split)
     if model.selector is None:
         raise ValueError(f"{run} has no learned order, so it has no order bound: train one with an [order] section")
     number = examples or recipe.evaluate.examples
@@ -566,7 +638,9 @@ def _write_report(runs: list[Path], page: Path) -> None:
 
 
 def _label(recipe: Recipe) -> str:
-    """What records call a model: the name of its size, or layers x width."""
+    """What records call a model: its label, the name of its size, or layers x width."""
+    if recipe.model.label:
+        return recipe.model.label
     if recipe.init:
         return Path(recipe.init).name
     return recipe.model.size or f"{recipe.model.layers}x{recipe.model.width}"
@@ -619,13 +693,16 @@ def _console() -> Console:
     return Console(highlight=False)
 
 
-def _load(run: Path, cpu: bool) -> tuple[OrderModel, OrderModel, Task, Recipe]:
+def _load(run: Path, cpu: bool, split: str | None = None) -> tuple[OrderModel, OrderModel, Task, Recipe]:
     """The model of a run, the one whose denoiser the heuristics run on, the task and the recipe, ready to use."""
     import torch
 
+    from unmask.tasks.task import on_split
     from unmask.training.run import load_run
 
     model, plain, recipe, task = load_run(run)
+    if split is not None:
+        task = on_split(task, split)
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     device = "cuda" if torch.cuda.is_available() and not cpu else "cpu"

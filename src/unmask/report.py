@@ -72,6 +72,9 @@ TOLD_APART = {
     "eos_policy": "EOS",
     "seed": "seed",
     "num_examples": "examples",
+    "split": "split",
+    "precision": "precision",
+    "trained_seed": "order of seed",  # null for heuristics
 }
 
 
@@ -80,8 +83,8 @@ def name_of(record: Record, among: Sequence[Record]) -> str:
     told_apart = [
         f"{what} {value if isinstance(value, str) else f'{value:g}'}"
         for field, what in TOLD_APART.items()
-        if len({getattr(other, field) for other in among}) > 1
         for value in [getattr(record, field)]
+        if value is not None and len({getattr(other, field) for other in among} - {None}) > 1
     ]
     return ", ".join([record.policy, *told_apart])
 

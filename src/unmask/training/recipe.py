@@ -54,6 +54,7 @@ _SHAPE = ("width", "layers", "heads", "intermediate")
 @dataclass(frozen=True)
 class ModelRecipe:
     size: str = ""  # a name such as "34m"; or leave it out and give the four numbers
+    label: str = ""  # what records call the model; "": the size, or layers x width
     width: int = 0
     layers: int = 0
     heads: int = 0
