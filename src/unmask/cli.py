@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 import unmask
+from unmask.reproduction import known_studies
 from unmask.training.recipe import known_recipes, load_recipe
 
 if TYPE_CHECKING:
@@ -221,6 +222,48 @@ def evaluate(
             bf16=bf16,
             cpu=cpu,
         )
+
+
+@app.command()
+def reproduce(
+    study: Annotated[
+        str, typer.Argument(help=f"A TOML file, or one that comes with unmask: {', '.join(known_studies())}.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write: a folder a run, and results/.")],
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this: a run, all seeds of one, or a split. May be repeated.", show_default="all"),
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a value of every recipe: --set task.folder=DATA.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and do nothing.")] = False,
+    cpu: Cpu = False,
+) -> None:
+    """Do a whole experiment: one command a stage, each of them once.
+
+    Every run, every evaluation, and their records side by side in OUT/results.  After a crash, or with more stages, the
+    same call goes on where it stopped.
+    """
+    from unmask.reproduction import Reproduction, load_study, written
+
+    started = time.perf_counter()
+    whole = Reproduction(*load_study(study), out, set_ or [], cpu, command=_command, say=typer.echo)
+    if dry_run:
+        for planned in whole.stages(stage or []):
+            typer.echo(written(whole.known(planned)))
+        return
+    whole.run(stage or [])
+    typer.echo(f"records: {whole.results}   ({time.perf_counter() - started:.0f} s)")
+
+
+def _command(arguments: list[str]) -> None:
+    """A command of this command line in this process; errors are raised, and so is Ctrl-C."""
+    code = app(arguments, prog_name="unmask", standalone_mode=False)
+    if code == 130:
+        raise KeyboardInterrupt
+    if code:
+        raise typer.Exit(code)
 
 
 @app.command()
