@@ -669,6 +669,69 @@ def test_more_examples_than_a_task_has(refused, run, monkeypatch):
     assert contents(run) == before
 
 
+def order_on_the_same_denoiser(base, call, tmp_path, *options):
+    """A copy of the frozen run, and a run whose order was learned on its denoiser with another seed."""
+    denoiser, order = tmp_path / "denoiser", tmp_path / "order"
+    shutil.copytree(base / "frozen", denoiser)
+    overrides = [f"init={denoiser}", "seed=1"]
+    words = [word for override in overrides for word in ("--set", override)]
+    recipe = tmp_path / "order.toml"
+    recipe.write_text(TINY_RECIPE.replace("[denoise]\nupdates = 3\nbatch = 8\nwarmup = 1\n", ""))
+    assert call("train", recipe, "--out", order, *words, *options)[0] == 0
+    return denoiser, order
+
+
+def test_heuristics_at_the_steps_of_an_order_in_another_run(base, call, refused, tmp_path):
+    denoiser, order = order_on_the_same_denoiser(base, call, tmp_path)
+    words = ["evaluate", denoiser, "--policy", "margin", "--seed", "0", "--against", order]
+    code, _, err = call("evaluate", order, "--policy", "learned", "--seed", "0", "--examples", "10")
+    assert code == 0, err
+    assert "has not been evaluated on 20 examples of test with the same settings" in refused(*words)
+    assert call("evaluate", order, "--policy", "learned", "--seed", "0")[0] == 0
+    before = len(json_lines(denoiser / "results.jsonl"))
+    code, text, err = call(*words)
+    assert code == 0, err
+    new = [(r["policy"], r["budget"]) for r in json_lines(denoiser / "results.jsonl")[before:]]
+    assert new == [("margin", 1), ("margin", 2), ("margin", 4)], "the recipe's 2 and 4, and the order's 1.x"
+    learned = json_lines(order / "results.jsonl")[-1]
+    assert (learned["trained_seed"], learned["seed"]) == (1, 0)
+    assert f"learned, T = 2: {learned['score']:.3f} valid in {learned['mean_steps']:.2f} steps" in text
+    assert "not comparable" not in text.lower()
+    call(*words, "--steps", "3")
+    new = [(r["policy"], r["budget"]) for r in json_lines(denoiser / "results.jsonl")[before + 3 :]]
+    assert new == [("margin", 3)], "and what was asked for"
+
+
+def test_an_order_of_another_denoiser_is_not_met(base, call, refused, tmp_path):
+    denoiser, order = order_on_the_same_denoiser(base, call, tmp_path, *JOINT)
+    assert call("evaluate", order, "--policy", "learned", "--seed", "0")[0] == 0
+    message = refused("evaluate", denoiser, "--policy", "margin", "--seed", "0", "--against", order)
+    assert "its order was learned on another denoiser" in message
+    assert "no --against" in refused("evaluate", denoiser, "--bound", "--against", order)
+    assert "results.jsonl is missing" in refused("evaluate", denoiser, "--against", tmp_path / "nothing")
+
+
+def test_a_split_that_a_task_does_not_have(refused, run):
+    before = contents(run)
+    assert "task groups has no held-out split 'dev'; choose from test" in refused("evaluate", run, "--split", "dev")
+    assert "no held-out split 'dev'" in refused("evaluate", run, "--bound", "--split", "dev")
+    assert contents(run) == before
+
+
+def test_half_precision_is_another_evaluation(call, run):
+    assert call("evaluate", run, "--bf16", "--policy", "top-prob", "--steps", "2")[0] == 0
+    record = json_lines(run / "results.jsonl")[-1]
+    assert (record["precision"], record["policy"], record["budget"]) == ("bf16", "top-prob", 2)
+    assert len(read_records(run / "results.jsonl")) == 8
+
+
+def test_a_label_is_what_records_call_the_model(base, call, tmp_path):
+    out = tmp_path / "run"
+    assert call("train", base / "tiny.toml", "--out", out, "--set", "model.label=tiny")[0] == 0
+    assert call("evaluate", out)[0] == 0
+    assert {record.model for record in read_records(out / "results.jsonl")} == {"tiny"}
+
+
 def test_runs_of_older_versions(call, run):
     """Records without the newer fields, and no verdicts: they are shown, and compared without an interval."""
     newer = {"top_p", "top_k", "guidance", "mean_passes", "mean_revisions"}

@@ -173,7 +173,8 @@ def curves(evaluated: Iterable[Result]) -> list[list[Result]]:
     found: dict[tuple[object, ...], list[Result]] = {}
     for result in evaluated:
         record = result.record
-        key = (record.policy, record.denoiser, record.trained_budget is None, *(getattr(record, n) for n in SAME))
+        own = (record.policy, record.denoiser, record.trained_budget is None, record.trained_seed)
+        key = (*own, *(getattr(record, name) for name in SAME))
         found.setdefault(key, []).append(result)
     return list(found.values())
 
