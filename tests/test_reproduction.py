@@ -118,33 +118,30 @@ def test_stages_in_order(study):
 
 def test_what_it_writes(study):
     results = study / "runs" / "results"
-    assert sorted(path.name for path in results.iterdir()) == sorted(
-        ["gains.jsonl", "recipes", "stages.jsonl", *(f"{run}.jsonl" for run in FIRST)]
+    assert sorted(contents(results)) == sorted(
+        ["study.jsonl", "study/gains.jsonl", "study/stages.jsonl", *(f"study/recipes/{run}.json" for run in FIRST)]
     )
-    assert sorted(path.stem for path in (results / "recipes").iterdir()) == sorted(FIRST)
-    stages = json_lines(results / "stages.jsonl")
-    assert [stage["stage"] for stage in stages] == [
-        stage.name for stage in reproduction(study, study / "runs").stages()
-    ]
+    stages = json_lines(results / "study" / "stages.jsonl")
+    names = [stage.name for stage in reproduction(study, study / "runs").stages()]
+    assert [stage["stage"] for stage in stages] == names
     assert all(stage["finished"] and stage["seconds"] > 0 and stage["device"] == "cpu" for stage in stages)
     assert all(stage["command"].startswith(("unmask train ", "unmask evaluate ")) for stage in stages)
+    everything = [record for run in FIRST for record in read_records(study / "runs" / run / "results.jsonl")]
+    assert read_records(results / "study.jsonl") == everything, "nothing is taken for something else"
 
 
 def test_the_records_tell_runs_and_splits_apart(study):
-    results = study / "runs" / "results"
-    plain = read_records(results / "denoiser.jsonl")
+    plain, frozen0, frozen1, joint = (read_records(study / "runs" / run / "results.jsonl") for run in FIRST)
     denoiser = plain[0].denoiser
     assert {record.split for record in plain} == {"new-numbers-dev", "test"}
     assert {record.denoiser for record in plain} == {denoiser}
     assert {record.trained_seed for record in plain} == {None}
-    for seed in (0, 1):
-        records = read_records(results / f"frozen-seed{seed}.jsonl")
+    for seed, records in enumerate((frozen0, frozen1)):
         assert [(r.policy, r.split, r.trained_seed, r.seed) for r in records] == [
             ("learned", split, seed, 0) for split in ("new-numbers-dev", "test")
         ]
         assert {(r.model, r.denoiser, r.plain_denoiser) for r in records} == {("tiny", denoiser, denoiser)}
         assert [(r.num_examples, r.overlong) for r in records] == [(6, 0), (2, 0)]
-    joint = read_records(results / "joint.jsonl")
     learned = [record for record in joint if record.trained_budget is not None]
     rivals = {record.denoiser for record in joint if record.trained_budget is None}
     assert {record.plain_denoiser for record in learned} == rivals
@@ -153,7 +150,7 @@ def test_the_records_tell_runs_and_splits_apart(study):
 
 
 def test_of_the_other_rules_only_one_is_left_on_later_splits(study):
-    plain = read_records(study / "runs" / "results" / "denoiser.jsonl")
+    plain = read_records(study / "runs" / "denoiser" / "results.jsonl")
     by_split = {split: {r.policy for r in plain if r.split == split} for split in ("new-numbers-dev", "test")}
     assert by_split["new-numbers-dev"] == {"iid", "top-prob", "entropy", "left-to-right"}
     assert by_split["test"] in ({"iid", "top-prob", "entropy"}, {"iid", "top-prob", "left-to-right"})
@@ -162,7 +159,7 @@ def test_of_the_other_rules_only_one_is_left_on_later_splits(study):
 
 
 def test_the_gains_hold_both_seeds(study):
-    gains = [Gain(**row) for row in read_jsonl(study / "runs" / "results" / "gains.jsonl", Gain)]
+    gains = [Gain(**row) for row in read_jsonl(study / "runs" / "results" / "study" / "gains.jsonl", Gain)]
     frozen = [gain for gain in gains if not gain.joint]
     assert {(gain.split, gain.rival) for gain in frozen} >= {
         (split, rival) for split in ("new-numbers-dev", "test") for rival in ("iid", "top-prob")
@@ -191,13 +188,13 @@ def test_it_goes_on_where_it_stopped(study, tmp_path):
     reproduction(study, out, ran).run(["denoiser", "frozen-seed1", "new-numbers-dev"])
     assert [arguments[0] for arguments in ran] == ["train", "train", "evaluate", "evaluate", "evaluate"]
     assert ran[1][-1] == "--force"
-    stages = json_lines(out / "results" / "stages.jsonl")
+    stages = json_lines(out / "results" / "study" / "stages.jsonl")
     assert [(stage["stage"], stage["finished"]) for stage in stages[:3]] == [
         ("denoiser", True),
         ("frozen-seed1", False),
         ("frozen-seed1", True),
     ]
-    assert read_records(out / "frozen-seed1" / "results.jsonl") == read_records(out / "results" / "frozen-seed1.jsonl")
+    assert read_records(out / "frozen-seed1" / "results.jsonl")[0] in read_records(out / "results" / "study.jsonl")
 
 
 def test_a_changed_model_is_evaluated_anew(study, tmp_path):

@@ -229,7 +229,7 @@ def reproduce(
     study: Annotated[
         str, typer.Argument(help=f"A TOML file, or one that comes with unmask: {', '.join(known_studies())}.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder to write: a folder a run, and results/.")],
+    out: Annotated[Path, typer.Option(help="Folder to write: one for each run, and results.")],
     stage: Annotated[
         list[str] | None,
         typer.Option(help="Only this: a run, all seeds of one, or a split. May be repeated.", show_default="all"),
@@ -254,7 +254,7 @@ def reproduce(
             typer.echo(written(whole.known(planned)))
         return
     whole.run(stage or [])
-    typer.echo(f"records: {whole.results}   ({time.perf_counter() - started:.0f} s)")
+    typer.echo(f"records: {whole.records}   ({time.perf_counter() - started:.0f} s)")
 
 
 def _command(arguments: list[str]) -> None:

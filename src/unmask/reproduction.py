@@ -7,11 +7,11 @@ bf16                   evaluate with the denoiser's trunk in bfloat16
 [[train]]              a run for each seed: `recipe` with the overrides `set`, from the run that `start` names
 [[evaluate]]           a held-out split: every order, and every heuristic at the steps that the orders take
 
-OUT/RUN/                      the folder of a run
-OUT/results/RUN.jsonl         its records
-OUT/results/recipes/RUN.json  its recipe
-OUT/results/gains.jsonl       the orders against the heuristics at equal steps, seeds together
-OUT/results/stages.jsonl      the command, the wall time and the hardware of each stage
+OUT/RUN/                            the folder of a run
+OUT/results/STUDY.jsonl             the records of all runs
+OUT/results/STUDY/gains.jsonl       the orders against the heuristics at equal steps, seeds together
+OUT/results/STUDY/stages.jsonl      the command, the wall time and the hardware of each stage
+OUT/results/STUDY/recipes/RUN.json  the recipe of a run
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ class Reproduction:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.study, self.path, self.out, self.cpu, self.command, self.say = study, path, out, cpu, command, say
-        self.results = out / "results"
+        self.records = out / "results" / f"{path.stem}.jsonl"
+        self.beside = out / "results" / path.stem
         self.recipes: dict[str, tuple[str, list[str]]] = {}  # by run: the recipe's name and its overrides
         self.training: dict[str, Training] = {}
         self.best_other: str | None = None
@@ -305,7 +306,7 @@ class Reproduction:
             self.command(command)
             finished = True
         finally:
-            self.results.mkdir(parents=True, exist_ok=True)
+            self.beside.mkdir(parents=True, exist_ok=True)
             done = Done(
                 stage.name,
                 written(stage),
@@ -316,7 +317,7 @@ class Reproduction:
                 revision(),
                 self._models(stage),
             )
-            append_jsonl(self.results / "stages.jsonl", [done])
+            append_jsonl(self.beside / "stages.jsonl", [done])
             # Compiled code is kept for each place in the source, not for each model: without this the tenth run of a
             # study would run uncompiled.
             torch._dynamo.reset()
@@ -325,8 +326,7 @@ class Reproduction:
                 torch.cuda.empty_cache()
 
     def done(self) -> list[Done]:
-        path = self.results / "stages.jsonl"
-        return [Done(**row) for row in read_jsonl(path, Done)] if path.exists() else []
+        return read_done(self.beside / "stages.jsonl")
 
     # --- what came of it ----------------------------------------------------------------------------------------------
 
@@ -344,18 +344,16 @@ class Reproduction:
         return found
 
     def collect(self) -> None:
-        """Lay the records of all runs beside each other, with the recipes and the gains."""
+        """Put the records of all runs into one file, and the recipes and the gains beside it."""
         from unmask.comparison import gains
-        from unmask.report import read_records
 
-        (self.results / "recipes").mkdir(parents=True, exist_ok=True)
+        (self.beside / "recipes").mkdir(parents=True, exist_ok=True)
         for run in self.recipes:
-            folder = self.out / run
             if self._is_trained(run):
-                shutil.copy(folder / "recipe.json", self.results / "recipes" / f"{run}.json")
-            if (folder / "results.jsonl").exists():
-                _rewrite(self.results / f"{run}.jsonl", read_records(folder / "results.jsonl"))
-        _rewrite(self.results / "gains.jsonl", gains(self.evaluated()))
+                shutil.copy(self.out / run / "recipe.json", self.beside / "recipes" / f"{run}.json")
+        results = self.evaluated()
+        _rewrite(self.records, [result.record for result in results])
+        _rewrite(self.beside / "gains.jsonl", gains(results))
 
     def _best_other(self) -> str | None:
         """Of the other rules, the one with the best mean score at the steps of the orders on the first split.
@@ -380,6 +378,10 @@ class Reproduction:
         names = {parse_policy(rule).name for rule in self.study.others}
         known = {rule: sum(found) / len(found) for rule, found in scores.items() if rule in names}
         return max(known, key=lambda rule: known[rule]) if known else None
+
+
+def read_done(path: Path) -> list[Done]:
+    return [Done(**row) for row in read_jsonl(path, Done)] if path.exists() else []
 
 
 def written(stage: Stage) -> str:
