@@ -268,12 +268,30 @@ def _command(arguments: list[str]) -> None:
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of evaluated runs.", show_default=False)],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Folders of evaluated runs; with --markdown the folder of records.", show_default=False),
+    ],
     out: Annotated[
         Path | None, typer.Option(help="The page to write.", show_default="report.html in the first run")
     ] = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(help="Write the tables and plots of the studies in a folder of records into this page instead."),
+    ] = None,
 ) -> None:
-    """Draw the results of one or more runs as one self-contained HTML page."""
+    """Draw the results of one or more runs as one self-contained HTML page.
+
+    With --markdown, the records that `unmask reproduce` left in OUT/results become part of a Markdown page.
+    """
+    if markdown is not None:
+        from unmask.results_page import write_page
+
+        if out is not None or len(runs) != 1:
+            raise ValueError("--markdown takes one folder of records, such as OUT/results, and no --out")
+        write_page(markdown, runs[0])
+        typer.echo(f"page: {markdown}")
+        return
     page = out or runs[0] / "report.html"
     _write_report(runs, page)
     typer.echo(f"report: {page}")
