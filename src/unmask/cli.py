@@ -6,8 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
 
     from unmask.comparison import Result
     from unmask.decoding.policies import Policy
-    from unmask.decoding.stepper import Denoiser
     from unmask.decoding.tokens import TokenChoice
     from unmask.evaluation import Record
     from unmask.models.order_model import OrderModel
     from unmask.tasks.task import Task
     from unmask.training.recipe import Recipe
+    from unmask.writing import Span, Writing
 
 app = typer.Typer(
     help="Learn the order in which a masked diffusion model writes, and compare it with other unmasking rules.",
@@ -319,86 +318,128 @@ def policies() -> None:
 def sample(
     run: Run,
     policy: Annotated[
-        str, typer.Option(help="A rule, see `unmask policies`.", show_default="learned if there is one")
-    ] = "",
+        list[str] | None,
+        typer.Option(help="A rule, see `unmask policies`; may be repeated.", show_default="learned if there is one"),
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Budget of steps.", show_default="the learned budget, or 4")
     ] = None,
-    num: Annotated[int, typer.Option(min=1, help="How many sequences.")] = 4,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
+    num: Annotated[int, typer.Option(min=1, help="How many examples.")] = 4,
+    example: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="The number of an example; may be repeated.", show_default="the first ones"),
+    ] = None,
+    find: Annotated[
+        str,
+        typer.Option(
+            help="The first examples where the rules are, in their order, right or wrong: right,wrong.",
+            show_default=False,
+        ),
+    ] = "",
+    split: Split = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.", show_default="the recipe's")] = None,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     trace: Annotated[bool, typer.Option("--trace", help="Print every step of the unmasking.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Draw every step as a picture, into this file.")] = None,
 ) -> None:
     """Generate, and show what was written when: every token is coloured by the step that revealed it."""
-    import torch
-
-    from unmask.decoding.generate import generate
     from unmask.decoding.policies import NetworkPolicy
     from unmask.evaluation import policy_named
+    from unmask.writing import picture, write
 
-    model, plain, task = _load(run, cpu=True)[:3]
-    rule = policy_named(policy or ("learned" if model.selector is not None else "top-prob"), model)
-    denoiser = (model if isinstance(rule, NetworkPolicy) else plain).denoiser
-    choice = TokenOptions(temperature, top_p, top_k).choice(task, temperature)
+    model, plain, task, recipe = _load(run, cpu=True, split=split)
+    names = policy or ["learned" if model.selector is not None else "top-prob"]
+    rules = [policy_named(name, model) for name in names]
+    wanted = _right_or_wrong(find, len(rules))
+    choice = TokenOptions(temperature, top_p, top_k).choice(task, recipe.evaluate.temperature)
     budget = steps or (model.selector.budgets[0] if model.selector is not None else 4)
-    truth = task.examples(torch.arange(num), "test")
-    canvas = torch.where(truth.response, denoiser.mask_token_id, truth.tokens)
-    console, watched = _console(), _Watched(denoiser)
-    for row in range(num):  # one by one, so that every pass is seen; a batch would give the same
-        watched.passes.clear()
-        out = generate(
-            watched,
-            canvas[row : row + 1],
-            rule,
-            budget,
-            seed=seed,
-            ids=torch.tensor([row]),
-            attention=truth.attention[row : row + 1],
-            **vars(choice),
-        )
-        kept, count = out.attention[0], int(out.num_steps)
-        valid = task.valid(out.tokens, truth.only(row))[0]
-        if row == 0:
-            steps_shown = "  ".join(f"[{_colour(i)}]{i}[/]" for i in range(budget))
-            console.print(f"step  {steps_shown}   [dim]prompt[/]   · mask")
-        when = torch.full_like(out.tokens[0], -1)
-        for i, (before, after) in enumerate(pairwise([*watched.passes, out.tokens[0]])):
-            revealed = (before == denoiser.mask_token_id) & (after != denoiser.mask_token_id)
-            when = torch.where(revealed, i, when)
-            if trace:
-                console.print(f"  {i}   " + _line(after[kept].tolist(), when[kept].tolist(), task.vocabulary))
-        shown = _line(out.tokens[0][kept].tolist(), out.reveal_step[0][kept].tolist(), task.vocabulary)
-        verdict = "valid" if valid else "not valid"
-        console.print(f"  {'=' if trace else ' '}   {shown}   {count} steps, {verdict}")
+    limit = getattr(task, "test_examples", None)
+    if limit is not None and (beyond := [i for i in example or [] if i >= limit]):
+        raise ValueError(f"task {task.name} has the examples 0 to {limit - 1}: no --example {beyond[0]}")
+    many = limit or max(SEARCHED, num)
+    candidates = example or range(many if wanted else min(num, many))
+    console, found = _console(), list[Any]()
+    if not wanted:
+        _print_legend(console, budget)
+    with _progress("looking", len(candidates)) if wanted else nullcontext() as advance:
+        for number in candidates:
+            written = [
+                write(
+                    (model if isinstance(rule, NetworkPolicy) else plain).denoiser,
+                    task,
+                    rule,
+                    budget,
+                    number,
+                    choice,
+                    seed,
+                )
+                for rule in rules
+            ]
+            if advance is not None:
+                advance(1)
+            if wanted and [writing.valid for writing in written] != wanted:
+                continue
+            found.append(written)
+            if not wanted:
+                _print_writing(console, written, trace)
+            elif len(found) == num:
+                break
+    if wanted and not found:
+        raise ValueError(f"in none of {len(candidates)} examples are {', '.join(names)} {find}")
+    if wanted:
+        _print_legend(console, budget)
+        for written in found:
+            _print_writing(console, written, trace)
+    if svg is not None:
+        svg.parent.mkdir(parents=True, exist_ok=True)
+        svg.write_text(picture([writing for written in found for writing in written]))
+        typer.echo(f"picture: {svg}")
 
 
-class _Watched:
-    """A denoiser that keeps the canvas [L] of every pass over one sequence."""
-
-    def __init__(self, denoiser: Denoiser) -> None:
-        self.denoiser, self.mask_token_id, self.passes = denoiser, denoiser.mask_token_id, list[Any]()
-
-    def hidden(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
-        self.passes.append(tokens[0].clone())
-        return self.denoiser.hidden(tokens, attention)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.denoiser.logits(hidden)
+SEARCHED = 1000  # examples that `sample --find` looks at where a task has no end of them
 
 
-def _line(tokens: list[int], when: list[int], vocabulary: Sequence[str]) -> str:
-    """A sequence, every token coloured by the step that revealed it; what is masked is a dot."""
+def _right_or_wrong(find: str, rules: int) -> list[bool]:
+    words = [word.strip() for word in find.split(",")] if find else []
+    if words and (len(words) != rules or not set(words) <= {"right", "wrong"}):
+        raise ValueError(f"--find takes right or wrong for each --policy, such as right,wrong for two, not {find!r}")
+    return [word == "right" for word in words]
+
+
+def _print_legend(console: Console, budget: int) -> None:
+    shown = "  ".join(f"[{_colour(i)}]{i}[/]" for i in range(budget))
+    console.print(f"step  {shown}   [dim]prompt[/]   · mask")
+
+
+def _print_writing(console: Console, written: Sequence[Writing], trace: bool) -> None:
+    """What the rules wrote for one example; where it has a question, that first."""
+    from rich.markup import escape
+
+    from unmask.writing import outcome
+
+    if written[0].question:
+        console.print(f"\n[bold]{written[0].example}[/]  {escape(written[0].question)}")
+        console.print(f"[dim]answer:[/] {escape(written[0].wanted)}")
+    for writing in written:
+        if len(written) > 1:
+            console.print(f"{escape(writing.policy)}:")
+        for i, frame in enumerate(writing.frames if trace else []):
+            console.print(f"  {i}   {_line(frame)}")
+        console.print(f"  {'=' if trace else ' '}   {_line(writing.result)}   {outcome(writing)}")
+
+
+def _line(spans: Sequence[Span]) -> str:
+    """Every token in the colour of the step that revealed it."""
     from rich.markup import escape
 
     shown = []
-    for token, step in zip(tokens, when, strict=True):
-        if token >= len(vocabulary):
-            shown.append("·")
-        else:
-            shown.append(f"[{'dim' if step < 0 else _colour(step)}]{escape(vocabulary[token])}[/]")
-    return " ".join(shown)
+    for span in spans:
+        style = "dim" if span.step == -1 else "" if span.step is None else _colour(span.step)
+        style = f"dim {style}" if span.is_end else style
+        shown.append(f"[{style}]{escape(span.text)}[/]" if style and span.text.strip() else escape(span.text))
+    return "".join(shown)
 
 
 def _colour(step: int) -> str:

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -163,9 +164,13 @@ class GSM8K:
         attention = place >= self.prompt_length - kept[:, None]
         return Examples(torch.from_numpy(tokens), response.clone(), attention)
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """How tokens read, up to the first EOS."""
+        return decode(self._tokens.tokenizer, tokens)
+
     def answer_text(self, tokens: Tensor) -> str:
         """The text of one response, up to its first EOS; tokens [L] or [response_length]."""
-        return decode(self._tokens.tokenizer, tokens[-self._response_length :].tolist())
+        return self.text(tokens[-self._response_length :].tolist())
 
     def overlong(self, ids: Tensor) -> Tensor:
         """[B] bool: the held-out examples that are too long, and so count as wrong whatever is written."""
