@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 import unmask
 from tests.test_report import LEARNED, heuristic
@@ -88,6 +89,46 @@ def test_train_writes_a_run_and_says_what_next(base, call, tmp_path):
     assert f"unmask evaluate {out}" in text.replace("\n", "")
     recipe = json.loads((out / "recipe.json").read_text())
     assert (recipe["order"]["budget"], recipe["seed"], recipe["order"]["trajectories"]) == (3, 5, 2)
+
+
+def test_a_recipe_for_a_gpu_runs_on_the_cpu_and_warns(base, call, tmp_path):
+    for option in ("compile=true", "precision=bf16"):
+        AcceleratorState._reset_state(reset_partial_state=True)  # a process has one precision
+        code, _, err = call("train", base / "tiny.toml", "--out", tmp_path / option, "--cpu", "--set", option)
+        assert code == 0, err
+        assert err.splitlines()[0].startswith("unmask: this recipe is meant for a GPU; on the CPU it may take days")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert "GPU" not in call("train", base / "tiny.toml", "--out", tmp_path / "plain", "--cpu")[2]
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "expected"),
+    [
+        ("denoise", [], "micro-batches of 8 sequences: run the same command with --set denoise.accumulate=2"),
+        ("order", ["order.accumulate=2"], "of 2 sequences: run the same command with --set order.accumulate=4"),
+        ("order", ["order.accumulate=4"], "out of GPU memory with one sequence at a time: use a smaller model"),
+    ],
+)
+def test_a_full_gpu(base, refused, tmp_path, monkeypatch, stage, options, expected):
+    """One line: which micro-batch to try, and that the run goes on."""
+    objective = {"denoise": "DenoiseObjective", "order": "OrderObjective"}[stage]
+
+    def full(self, *args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(f"unmask.training.objectives.{objective}.forward", full)
+    sets = [word for option in options for word in ("--set", option)]
+    message = refused("train", base / "tiny.toml", "--out", tmp_path / "run", *sets)
+    assert expected in message
+    assert ("goes on from its last checkpoint" in message) == ("one sequence at a time" not in expected)
+
+
+def test_a_full_gpu_in_evaluation(refused, run, monkeypatch):
+    def full(self, *args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Engine, "generate", full)
+    assert "out of GPU memory: try --cpu" in refused("evaluate", run, "--again")
 
 
 def test_train_never_overwrites_without_force(base, call, refused, run):

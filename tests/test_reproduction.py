@@ -212,6 +212,12 @@ def test_a_run_of_another_recipe_is_not_taken(study, tmp_path):
     (recipe := out / "denoiser" / "recipe.json").write_text(recipe.read_text().replace('"updates": 2', '"updates": 3'))
     with pytest.raises(ValueError, match="another denoise: move it away, or give another --out"):
         reproduction(study, out).run(["denoiser"])
+    recipe.write_text(
+        recipe.read_text().replace('"updates": 3', '"updates": 2').replace('"budgets": [', '"budgets": [7,')
+    )
+    ran = []
+    reproduction(study, out, ran).run(["denoiser"])
+    assert ran == [], "what it says of its evaluation does not change the model"
 
 
 def test_on_the_command_line(study, tmp_path, call, refused):  # noqa: F811
@@ -229,6 +235,15 @@ def test_on_the_command_line(study, tmp_path, call, refused):  # noqa: F811
     code, text, err = call(*words, *sets, "--stage", "denoiser")
     assert code == 0, err
     assert "[1/1] denoiser: done before" in text
+    _, text, _ = call(*words, *sets, "--dry-run", "--set", "frozen:order.tau=0.2", "--set", "frozen-seed1:order.clip=2")
+    lines = text.splitlines()
+    assert [("order.tau=0.2" in line, "order.clip=2" in line) for line in lines[:4]] == [
+        (False, False),
+        (True, False),
+        (True, True),
+        (False, False),
+    ]
+    assert "--set: no run 'frozne'; did you mean 'frozen'?" in refused(*words, "--set", "frozne:order.tau=0.2")
     assert "no stage 'frozne'; did you mean 'frozen'?" in refused(*words, *sets, "--stage", "frozne")
     assert "test/denoiser needs the best of entropy, left-to-right: run stage new-numbers-dev first" in refused(
         *words, *sets, "--stage", "test"

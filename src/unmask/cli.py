@@ -72,6 +72,11 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         _refuse(str(error))
         sys.exit(2)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which may not have been imported
+            raise
+        _refuse("out of GPU memory: try --cpu, or wait until nothing else is on the GPU")
+        sys.exit(2)
     if code == 130:  # typer turns Ctrl-C into this
         _refuse("interrupted; start training again with --force; `unmask evaluate` goes on where it stopped")
     sys.exit(code)
@@ -140,10 +145,37 @@ def train(
     cpu: Cpu = False,
 ) -> None:
     """Train what a recipe says: a denoiser, an order for it, or both."""
+    import torch
+
     from unmask.training.run import train as train_run
 
-    train_run(load_recipe(recipe, set_ or []), out, force=force, cpu=cpu)
+    wanted = load_recipe(recipe, set_ or [])
+    if (wanted.compile or wanted.precision != "no") and (cpu or not torch.cuda.is_available()):
+        typer.echo(
+            "unmask: this recipe is meant for a GPU; on the CPU it may take days: the time left stands beside the "
+            "progress",
+            err=True,
+        )
+    try:
+        train_run(wanted, out, force=force, cpu=cpu)
+    except torch.OutOfMemoryError:
+        raise ValueError(_smaller_batches(wanted, out)) from None
     typer.echo(f"model: {out}   next: unmask evaluate {out}")
+
+
+def _smaller_batches(recipe: Recipe, out: Path) -> str:
+    """What to do when the GPU's memory is full: the next number of micro-batches that divides the batch."""
+    ordering = recipe.order is not None and (not recipe.denoise or (out / "denoiser").exists())
+    name, how = ("order", recipe.order) if ordering else ("denoise", recipe.denoise)
+    assert how is not None
+    smaller = [count for count in range(how.accumulate + 1, how.batch + 1) if how.batch % count == 0]
+    if not smaller:
+        return "out of GPU memory with one sequence at a time: use a smaller model, or a larger GPU"
+    return (
+        f"out of GPU memory with micro-batches of {how.batch // how.accumulate} sequences: run the same command with "
+        f"--set {name}.accumulate={smaller[0]} --allow-change, which makes them {how.batch // smaller[0]}; the run "
+        "goes on from its last checkpoint"
+    )
 
 
 @app.command()
@@ -234,7 +266,8 @@ def reproduce(
         typer.Option(help="Only this: a run, all seeds of one, or a split. May be repeated.", show_default="all"),
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a value of every recipe: --set task.folder=DATA.")
+        list[str] | None,
+        typer.Option("--set", help="Override a value of every recipe: task.folder=DATA; of one: NAME:order.updates=9."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and do nothing.")] = False,
     cpu: Cpu = False,

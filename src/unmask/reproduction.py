@@ -22,7 +22,7 @@ import shlex
 import shutil
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 Command = list[str]
 BEST_OTHER = "BEST-OTHER"  # what a command shows before the best of the other rules is known
+FREE = ("evaluate", "saving", "threads", "compile")  # what a recipe may say otherwise: the model would be the same
 SEED = 0  # of the sampling, the same for every order: it must be, if they are to be compared
 
 
@@ -152,13 +153,18 @@ class Reproduction:
         self.recipes: dict[str, tuple[str, list[str]]] = {}  # by run: the recipe's name and its overrides
         self.training: dict[str, Training] = {}
         self.best_other: str | None = None
+        given = [_addressed(override) for override in overrides]
         for training in study.train:
             beside = path.parent / training.recipe
             name = str(beside) if beside.is_file() else training.recipe
             start = [f"init={out / training.start}"] if training.start else []
             for run, seed in training.runs():
-                self.recipes[run] = (name, [*start, *training.set, *seed, *overrides])
+                own = [value for whose, value in given if whose in ("", run, training.name)]
+                self.recipes[run] = (name, [*start, *training.set, *seed, *own])
                 self.training[run] = training
+        known = {"", *self.training, *(training.name for training in study.train)}
+        if unknown := [whose for whose, _ in given if whose not in known]:
+            raise ValueError(f"--set: no run {unknown[0]!r}; {_instead(unknown[0], known)}")
 
     # --- what there is to do ------------------------------------------------------------------------------------------
 
@@ -168,9 +174,7 @@ class Reproduction:
         names = {name for stage in trainings for name in stage.of} | {split.split for split in self.study.evaluate}
         for name in wanted:
             if name not in names:
-                raise ValueError(
-                    f"no stage {name!r}; {did_you_mean(name, names)}choose from {', '.join(sorted(names))}"
-                )
+                raise ValueError(f"no stage {name!r}; {_instead(name, names)}")
         chosen = [stage for stage in trainings if not wanted or set(stage.of) & set(wanted)]
         there = {stage.name for stage in chosen} | {run for run in self.recipes if self._is_trained(run)}
         for split in self.study.evaluate:
@@ -183,7 +187,8 @@ class Reproduction:
         return load_recipe(name, overrides)
 
     def _is_trained(self, run: str) -> bool:
-        return (self.out / run / "config.json").exists()
+        folder = self.out / run
+        return (folder / "config.json").exists() and not (folder / "checkpoints").exists()
 
     def _is_joint(self, run: str) -> bool:
         order = self._recipe(run).order
@@ -230,6 +235,7 @@ class Reproduction:
         part: str = "",
     ) -> Stage:
         words = ["--split", split.split, "--examples", str(split.examples), "--seed", str(SEED)]
+        words += ["--temperature", f"{self._recipe(run).evaluate.temperature:g}"]
         for option, values in (("--policy", policies), ("--steps", steps)):
             words += [word for value in values for word in (option, str(value))]
         words += [word for order in against for word in ("--against", str(self.out / order))]
@@ -272,9 +278,8 @@ class Reproduction:
             was = Recipe.from_json((folder / "recipe.json").read_text())
         except (OSError, ValueError):
             raise ValueError(f"{folder}/recipe.json is missing or damaged: move the folder away") from None
-        wanted = self._recipe(stage.name)
-        if was != wanted:
-            keys = [key for key, value in asdict(wanted).items() if asdict(was)[key] != value]
+        wanted = asdict(self._recipe(stage.name))
+        if keys := [key for key in wanted if key not in FREE and asdict(was)[key] != wanted[key]]:
             raise ValueError(
                 f"{folder} was trained by a recipe with another {' and '.join(keys)}: move it away, "
                 "or give another --out"
@@ -311,7 +316,7 @@ class Reproduction:
                 stage.name,
                 written(stage),
                 finished,
-                round(time.perf_counter() - started, 1),
+                round(time.perf_counter() - started, 3),
                 device_name(torch.device("cuda" if on_gpu else "cpu")),
                 torch.__version__,
                 revision(),
@@ -378,6 +383,17 @@ class Reproduction:
         names = {parse_policy(rule).name for rule in self.study.others}
         known = {rule: sum(found) / len(found) for rule, found in scores.items() if rule in names}
         return max(known, key=lambda rule: known[rule]) if known else None
+
+
+def _addressed(override: str) -> tuple[str, str]:
+    """`NAME:key=value` as its name and the rest; without one, the name is empty."""
+    key, equals, value = override.partition("=")
+    name, _, key = key.rpartition(":")
+    return name, f"{key}{equals}{value}"
+
+
+def _instead(name: str, known: Iterable[str]) -> str:
+    return f"{did_you_mean(name, known)}choose from {', '.join(sorted(filter(None, known)))}"
 
 
 def read_done(path: Path) -> list[Done]:
