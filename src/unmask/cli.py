@@ -629,7 +629,8 @@ def _evaluate_run(
     if further := _one_step_more(heuristics, met, compared, sizes):
         compared += evaluated(further)
     records = [result.record for result in compared]
-    _console().print(table(records, _title(run), _caption(run, records)))
+    on = f", {held_out_split(task)}" if hasattr(task, "held_out_splits") else ""
+    _console().print(table(records, _title(run, task) + on, _caption(recipe, records)))
     _print_comparisons(compared)
     return records
 
@@ -754,16 +755,17 @@ def _write_report(runs: list[Path], page: Path) -> None:
         records, orders = read_records(run / "results.jsonl"), read_orders(run / "orders.jsonl")
         if not records:
             raise ValueError(f"{run}/results.jsonl is empty: run `unmask evaluate {run}` first")
+        recipe, task = load_task(run)
         sections.append(
             Section(
-                _title(run),
-                _caption(run, records),
+                _title(run, task),
+                _caption(recipe, records),
                 records,
                 orders,
                 read_bound(run / "bound.json"),
                 compare(results(records, VerdictFile(run / "verdicts.jsonl"))),
                 name if names.count(name) == 1 else str(run),
-                json.dumps(load_task(run)[0].task, sort_keys=True),
+                json.dumps(recipe.task, sort_keys=True),
             )
         )
     write_html(page, sections)
@@ -781,11 +783,8 @@ def _label(recipe: Recipe) -> str:
     return recipe.model.size or f"{recipe.model.layers}x{recipe.model.width}"
 
 
-def _title(run: Path) -> str:
+def _title(run: Path, task: Task) -> str:
     """The task of a run with all that is known about it."""
-    from unmask.training.run import load_task
-
-    _, task = load_task(run)
     facts = [f"{task.length} tokens"]
     if task.min_steps is not None:
         facts.append(f"best possible number of steps {task.min_steps}")
@@ -794,12 +793,11 @@ def _title(run: Path) -> str:
     return f"{run.resolve().name}, {task.name}: {', '.join(facts)}"
 
 
-def _caption(run: Path, records: list[Record]) -> str:
+def _caption(recipe: Recipe, records: list[Record]) -> str:
     """Which denoiser each rule ran on, and how tokens were chosen."""
     from unmask.evaluation import Record
-    from unmask.training.run import continued, load_task
+    from unmask.training.run import continued
 
-    recipe, _ = load_task(run)
     tokens = f"Tokens sampled at temperature {_values(records, 'temperature')}"
     for field, what in (("top_p", "top-p"), ("top_k", "top-k"), ("guidance", "guidance")):
         if any(getattr(record, field) != Record.__dataclass_fields__[field].default for record in records):
