@@ -24,7 +24,7 @@ from unmask.models.order_model import OrderModel
 from unmask.streams import Purpose, uniforms
 from unmask.tasks.diversity import distinct_range, sequence_codes
 from unmask.tasks.task import Examples, Task, held_out_split
-from unmask.training.objectives import OrderObjective, padding, read_denoiser
+from unmask.training.objectives import OrderObjective, batch_for, read_denoiser
 from unmask.variational.estimators import NoBaseline
 from unmask.verdicts import IDENTITY, Asked, Chunk, VerdictFile, Verdicts, verdicts_in
 
@@ -348,20 +348,20 @@ def evaluate_bound(
     objective = OrderObjective(model, budget, trajectories, NoBaseline(), seed)
     reconstruction, order_kl, mdm, lengths, exact = [], [], [], [], []
     for ids in torch.arange(examples).split(BATCH):
-        batch = task.examples(ids, "test").to(device)
+        truth = task.examples(ids, "test")
+        batch, layout = batch_for(plain.denoiser, truth)[:2]
         ids = ids.to(device)
         for t in range(budget):
             times = torch.full_like(ids, t)
-            terms, _, _ = objective.terms(batch, ids, times)
+            terms, _, _ = objective.terms(truth, ids, times)
             reconstruction.append(terms.reconstruction.mean(-1).cpu())
             order_kl.append(terms.order_kl.mean(-1).cpu())
             masked = batch.response & (
                 uniforms(seed, Purpose.MASKING, t, ids[:, None], batch.position) < (t + 1) / budget
             )
-            log_mu = read_denoiser(plain.denoiser, batch.tokens, masked, padding(batch)).log_mu
+            log_mu = read_denoiser(plain.denoiser, batch.tokens, masked, layout).log_mu
             mdm.append(log_mu.sum(-1).cpu() / (t + 1))
         lengths.append(batch.response.sum(-1).cpu())
-        truth = task.examples(ids.cpu(), "test")
         exact.append(task.log_likelihood(truth.tokens, truth))
         advance(len(ids))
     tokens = torch.cat(lengths).double()  # [E]

@@ -32,10 +32,21 @@ class Examples:
 
     def only(self, row: int) -> Examples:
         """One example, as a batch of one."""
-        return Examples(*(part[row : row + 1] for part in (self.tokens, self.response, self.attention)))
+        return self.rows(torch.tensor([row]))
+
+    def rows(self, rows: Tensor) -> Examples:
+        """Some of the examples, in the order of `rows` [R]; any of them may come several times."""
+        return Examples(*(part[rows] for part in (self.tokens, self.response, self.attention)))
 
     def to(self, device: torch.device | str) -> Examples:
-        return Examples(self.tokens.to(device), self.response.to(device), self.attention.to(device))
+        return Examples(*(sent(part, device) for part in (self.tokens, self.response, self.attention)))
+
+
+def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on the device; a GPU gets it without anybody waiting: from pinned memory, in its turn."""
+    if tensor.is_cpu and torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class Task(Protocol):

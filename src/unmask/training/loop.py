@@ -150,7 +150,7 @@ def _backward(
             )
         u = stratified(seed, Purpose.TIME, index, update, slots=slots, total=stage.batch)
         with accelerator.autocast():
-            outcome = run(examples.to(accelerator.device), ids.to(accelerator.device), u)
+            outcome = run(examples, ids, u)
         accelerator.backward(outcome.loss / stage.accumulate)
         for key, value in {"loss": outcome.loss.detach(), **outcome.metrics}.items():
             total[key] = total.get(key, 0.0) + value / stage.accumulate

@@ -6,17 +6,20 @@ Losses are in nats a response token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from unmask.decoding.confidence import confidence, features, log_probabilities, spread
+from unmask.decoding.confidence import confidence, features, log_probabilities
+from unmask.models.backbone import Layout, places, stream_dtype
 from unmask.models.networks import Denoiser
 from unmask.models.order_model import OrderModel
 from unmask.streams import Purpose, uniforms
-from unmask.tasks.task import Examples
+from unmask.tasks.task import Examples, sent
 from unmask.variational.elbo import BoundTerms, bound_terms
 from unmask.variational.estimators import Baseline, MovingAverage, estimate_bound
 from unmask.variational.posterior import log_prob, sample_times, sample_trajectories
@@ -27,19 +30,61 @@ class Outcome(NamedTuple):
     metrics: dict[str, Tensor]  # scalars without gradient
 
 
+class Batch(NamedTuple):
+    """Examples on the device of a network, with what the host knows of them, so that it need not wait to learn it."""
+
+    examples: Examples
+    layout: Layout
+    num_tokens: Tensor  # [B] on the CPU: without padding
+    num_response: Tensor  # [B] on the CPU: N
+
+
+def batch_for(network: nn.Module, examples: Examples) -> Batch:
+    weight = next(network.parameters())
+    num_tokens, num_response = examples.attention.sum(-1).cpu(), examples.response.sum(-1).cpu()
+    there = examples.to(weight.device)
+    return Batch(there, _layout(there, num_tokens, stream_dtype(weight)), num_tokens, num_response)
+
+
+def _layout(examples: Examples, num_tokens: Tensor, dtype: torch.dtype) -> Layout:
+    """No mask where nothing is padded, which lets attention take its fastest path."""
+    total = int(num_tokens.sum())
+    attention = None if total == examples.tokens.numel() else examples.attention
+    return Layout.of(examples.tokens, attention, dtype, total)
+
+
 class Reading(NamedTuple):
     """What the denoiser says of the masked positions of R sequences, M of them."""
 
     hidden: Tensor  # [R, L, D]
-    logits: Tensor  # [M, V]: the masked positions only, row by row
+    at: Tensor  # [M]: the masked places of the flattened [R, L]
+    logits: Tensor  # [M, V]
     log_mu: Tensor  # [R, L]: log-probability of the true token where masked, else 0
 
 
-def read_denoiser(denoiser: Denoiser, tokens: Tensor, masked: Tensor, attention: Tensor | None) -> Reading:
-    """Mask the clean tokens [R, L] where `masked` [R, L] and ask for them back; logits only where masked."""
+def read_denoiser(
+    denoiser: Denoiser,
+    tokens: Tensor,
+    masked: Tensor,
+    attention: Tensor | Layout | None,
+    num_masked: int | None = None,
+    likelihood: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Reading:
+    """Mask the clean tokens [R, L] where `masked` [R, L] and ask for them back; logits only where masked.
+
+    num_masked: M, where known; likelihood: `log_likelihood`, or the same compiled.
+    """
     hidden = denoiser.hidden(torch.where(masked, denoiser.mask_token_id, tokens), attention)
-    logits = denoiser.logits(hidden[masked])
-    return Reading(hidden, logits, spread(log_likelihood(logits, tokens[masked]), masked))
+    at = places(masked, num_masked)
+    logits = denoiser.logits(hidden.flatten(0, 1)[at])
+    log_mu = (likelihood or log_likelihood)(logits, tokens.flatten()[at])
+    return Reading(hidden, at, logits, scatter(log_mu, at, masked))
+
+
+def scatter(values: Tensor, at: Tensor, like: Tensor) -> Tensor:
+    """Values [M, ...] at the places `at` [M] of a flattened canvas shaped like `like`, 0 elsewhere; differentiable."""
+    canvas = values.new_zeros(like.numel(), *values.shape[1:]).index_copy(0, at, values)
+    return canvas.view(*like.shape, *values.shape[1:])
 
 
 def log_likelihood(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -64,26 +109,36 @@ class DenoiseObjective(nn.Module):
     NELBO / N, is then the mean cross-entropy over the masks.  The prompt is never masked.
     """
 
-    def __init__(self, denoiser: Denoiser, seed: int) -> None:
+    def __init__(self, denoiser: Denoiser, seed: int, compile: bool = False) -> None:
         super().__init__()
         self.denoiser = denoiser
         self.seed = seed
+        self.mask, self.likelihood = mask_uniformly, log_likelihood
+        if compile:
+            self.mask, self.likelihood = (torch.compile(part, dynamic=True) for part in (self.mask, self.likelihood))
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
         """examples and ids [B]; u [B] stratified uniforms, which choose the counts m."""
-        masked = mask_uniform_count(examples, u, self.seed, ids)
-        reading = read_denoiser(self.denoiser, examples.tokens, masked, padding(examples))
-        loss = -(reading.log_mu.sum(-1) / masked.sum(-1)).mean()
+        batch = batch_for(self.denoiser, examples)
+        tokens, response = batch.examples.tokens, batch.examples.response
+        counts = mask_counts(u.cpu(), batch.num_response)
+        num_masked, counts, ids = int(counts.sum()), sent(counts, tokens.device), sent(ids, tokens.device)
+        masked = self.mask(response, batch.examples.position, counts, ids, self.seed)
+        reading = read_denoiser(self.denoiser, tokens, masked, batch.layout, num_masked, self.likelihood)
+        loss = -(reading.log_mu.sum(-1) / counts).mean()
         return Outcome(loss, {"elbo": -loss.detach()})
 
 
-def mask_uniform_count(examples: Examples, u: Tensor, seed: int, ids: Tensor) -> Tensor:
-    """[B, L] bool: m = 1 + floor(u N) of the N response positions of each row, chosen uniformly."""
-    response = examples.response
-    count = 1 + (u.to(response.device) * response.sum(-1)).floor().long()
-    draw = uniforms(seed, Purpose.MASKING, ids[:, None], examples.position, dtype=torch.float64)
+def mask_counts(u: Tensor, num_response: Tensor) -> Tensor:
+    """m = 1 + floor(u N) [B]."""
+    return 1 + (u * num_response).floor().long()
+
+
+def mask_uniformly(response: Tensor, position: Tensor, counts: Tensor, ids: Tensor, seed: int) -> Tensor:
+    """[B, L] bool: `counts` [B] of the response positions [B, L] of each row, every choice equally likely."""
+    draw = uniforms(seed, Purpose.MASKING, ids[:, None], position, dtype=torch.float64)
     rank = draw.masked_fill(~response, 2.0).argsort(-1).argsort(-1)
-    return response & (rank < count[:, None])
+    return response & (rank < counts[:, None])
 
 
 class OrderObjective(nn.Module):
@@ -108,18 +163,24 @@ class OrderObjective(nn.Module):
         learn_denoiser: bool = True,
         attach_selector: bool = False,
         initial_kl_weight: float = 1.0,
+        compile: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.initial_kl_weight = self.kl_weight = initial_kl_weight
         self.budget, self.trajectories, self.baseline, self.seed = budget, trajectories, baseline, seed
         self.learn_denoiser, self.attach_selector = learn_denoiser, attach_selector
+        self.parts = _Parts(self.draw, log_likelihood, selector_features, bound_terms)
+        if compile:
+            still, moving = (partial(torch.compile, dynamic=dynamic) for dynamic in (False, True))
+            draw, likelihood, features, terms = self.parts
+            self.parts = _Parts(still(draw), moving(likelihood), moving(features), still(terms))
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
         """examples and ids [B]; u [B] stratified uniforms, which choose the times t."""
-        t = sample_times(u.to(ids.device), self.budget)
-        num_response = examples.response.sum(-1)
+        t = sample_times(u, self.budget)
         terms, log_q, masked = self.terms(examples, ids, t)
+        t, num_response = sent(t, masked.device), sent(examples.response.sum(-1), masked.device)
         objective = terms.reconstruction - self.kl_weight * terms.order_kl
         estimate = estimate_bound(objective, log_q, t, self.budget, self.baseline)
         loss = (estimate.loss / num_response).mean()
@@ -144,47 +205,63 @@ class OrderObjective(nn.Module):
 
     def terms(self, examples: Examples, ids: Tensor, t: Tensor) -> tuple[BoundTerms, Tensor, Tensor]:
         """F1 and KL [B, k], log Q [B, k] and the masks of x_{t+1} [B, k, L], at the times t [B]."""
-        model, k, response = self.model, self.trajectories, examples.response
+        model, k = self.model, self.trajectories
         assert model.scorer is not None
-        scores = model.scorer(examples.tokens, padding(examples))  # [B, L]: one pass, whatever k and t
-        drawn = sample_trajectories(scores, response, t, self.budget, model.config.tau, self._uniforms(ids, examples))
-        log_q = log_prob(scores, response, t, self.budget, model.config.tau, drawn)
+        batch = batch_for(model, examples)
+        tokens, response = batch.examples.tokens, batch.examples.response
+        first_step = (t == self.budget - 1).cpu()  # [B]
+        t, ids = sent(t, tokens.device), sent(ids, tokens.device)
+        scores = model.scorer(tokens, batch.layout)  # [B, L]: one pass, whatever k and t
+        masked, log_q = self.parts.draw(scores, response, batch.examples.position, ids, t)
 
         # x_T is the same for all k trajectories, so at t = T-1 one of them is evaluated and stands for all; where no
         # mask is left, F = 0 and nothing is evaluated.
-        first_step = (t == self.budget - 1)[:, None]  # [B, 1]
-        needed = drawn.masked.any(-1) & (~first_step | (torch.arange(k, device=t.device) == 0))  # [B, k]
-        log_mu, logits = self._evaluate(examples, drawn.masked, t, needed)
-        first_step = first_step[..., None]
-        log_mu = torch.where(first_step, log_mu[:, :1], log_mu)
-        logits = torch.where(first_step, logits[:, :1], logits)
-        terms = bound_terms(scores, drawn.masked, t, model.config.tau, log_mu, logits, model.selection)
-        return terms, log_q, drawn.masked
+        num_masked = masked.sum(-1).cpu()  # [B, k]: the one time that the device is waited for
+        needed = (num_masked > 0) & (~first_step[:, None] | (torch.arange(k) == 0))
+        log_mu, logits = self._evaluate(batch, masked, t, needed, int(num_masked[needed].sum()))
+        shared = sent(first_step, tokens.device)[:, None, None]
+        log_mu = torch.where(shared, log_mu[:, :1], log_mu)
+        logits = torch.where(shared, logits[:, :1], logits)
+        terms = self.parts.terms(scores, masked, t, model.config.tau, log_mu, logits, model.selection)
+        return terms, log_q, masked
 
-    def _evaluate(self, examples: Examples, masked: Tensor, t: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
-        """log mu of the true token and selector logits, [B, k, L] each, for the trajectories in `needed` [B, k]."""
-        model = self.model
-        assert model.selector is not None
-        row, _ = needed.nonzero(as_tuple=True)  # the sequence of each of R trajectories
-        at = masked[needed]  # [R, L]
-        tokens = examples.tokens[row]
-        attention = None if padding(examples) is None else examples.attention[row]
-        with torch.set_grad_enabled(self.learn_denoiser and torch.is_grad_enabled()):
-            reading = read_denoiser(self.model.denoiser, tokens, at, attention)
-        said, hidden = selector_features(reading.logits), reading.hidden
-        if not self.attach_selector:
-            said, hidden = said.detach(), hidden.detach()
-        logits = model.selector(hidden, spread(said, at), at, t[row], self.budget, attention)  # [R, L]
-        return spread(reading.log_mu, needed), spread(logits, needed)
+    def draw(self, scores: Tensor, response: Tensor, position: Tensor, ids: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """k trajectories a sequence: the masks of x_{t+1} [B, k, L], and log Q [B, k]."""
+        tau, budget = self.model.config.tau, self.budget
+        drawn = sample_trajectories(scores, response, t, budget, tau, self._uniforms(ids, position))
+        return drawn.masked, log_prob(scores, response, t, budget, tau, drawn)
 
-    def _uniforms(self, ids: Tensor, examples: Examples) -> Tensor:
+    def _uniforms(self, ids: Tensor, position: Tensor) -> Tensor:
         """[T-1, B, k, L]: a function of seed, id, trajectory, step and position alone."""
         steps = torch.arange(1, self.budget, device=ids.device)[:, None, None, None]
         trajectory = torch.arange(self.trajectories, device=ids.device)[:, None]
-        position = examples.position[:, None]  # [B, 1, L]
-        return uniforms(self.seed, Purpose.TRAJECTORY, ids[:, None, None], trajectory, steps, position)
+        return uniforms(self.seed, Purpose.TRAJECTORY, ids[:, None, None], trajectory, steps, position[:, None])
+
+    def _evaluate(
+        self, batch: Batch, masked: Tensor, t: Tensor, needed: Tensor, num_masked: int
+    ) -> tuple[Tensor, Tensor]:
+        """log mu of the true token and selector logits, [B, k, L] each, for the trajectories in `needed` [B, k]."""
+        model, device = self.model, masked.device
+        assert model.selector is not None
+        which = places(needed, None)  # [R], on the CPU
+        row = which // self.trajectories
+        num_tokens, which, row = batch.num_tokens[row], sent(which, device), sent(row, device)
+        at = masked.flatten(0, 1)[which]  # [R, L]
+        examples = batch.examples.rows(row)
+        layout = _layout(examples, num_tokens, stream_dtype(next(model.parameters())))
+        with torch.set_grad_enabled(self.learn_denoiser and torch.is_grad_enabled()):
+            reading = read_denoiser(model.denoiser, examples.tokens, at, layout, num_masked, self.parts.likelihood)
+        said, hidden = self.parts.features(reading.logits), reading.hidden
+        if not self.attach_selector:
+            said, hidden = said.detach(), hidden.detach()
+        logits = model.selector(hidden, scatter(said, reading.at, at), at, t[row], self.budget, layout)  # [R, L]
+        return scatter(reading.log_mu, which, masked[..., 0]), scatter(logits, which, masked[..., 0])
 
 
-def padding(examples: Examples) -> Tensor | None:
-    """None where nothing is padded, which lets attention take its fastest path."""
-    return None if bool(examples.attention.all()) else examples.attention
+class _Parts(NamedTuple):
+    """What is worth compiling beside the networks: many small operations each."""
+
+    draw: Callable[..., tuple[Tensor, Tensor]]
+    likelihood: Callable[[Tensor, Tensor], Tensor]
+    features: Callable[[Tensor], Tensor]
+    terms: Callable[..., BoundTerms]
