@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import string
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from unmask.streams import Purpose, uniforms
+from unmask.suggest import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,24 @@ class Task(Protocol):
 
     def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor | None:
         """[B] exact log p(response | prompt) in nats (-inf where impossible), or None where it is not known."""
+
+
+def held_out_split(task: Task) -> str:
+    """What the split `test` of a task is: its optional `held_out` says so where it has several, as gsm8k does."""
+    return str(getattr(task, "held_out", "test"))
+
+
+def on_split(task: Task, split: str) -> Task:
+    """The same task with another held-out split, one of its optional `held_out_splits`."""
+    choices = getattr(task, "held_out_splits", (held_out_split(task),))
+    if split not in choices:
+        raise ValueError(
+            f"task {task.name} has no held-out split {split!r}; {did_you_mean(split, choices)}choose from "
+            f"{', '.join(choices)}"
+        )
+    if split == held_out_split(task):
+        return task
+    return dataclasses.replace(task, held_out=split)  # type: ignore[type-var]
 
 
 def check_task(task: Task) -> None:
