@@ -18,13 +18,18 @@ class Denoiser(nn.Module):
 
     The mask token has the id V: the embedding knows it and the head does not, so it never gets mass.
     There is no time input (as SMDM and LLaDA): how much is masked says it.
+
+    `shift`: the distribution at n is read from the hidden state of the token before it, as in a causal language model,
+    whose state at n - 1 predicts token n.  Only the first token of a sequence is read from its own state.
     """
 
     keeps_no_tensors = True  # no pass leaves a tensor behind in the module: safe in inference mode
 
-    def __init__(self, config: BackboneConfig, vocab_size: int, tied_head: bool = False) -> None:
+    def __init__(
+        self, config: BackboneConfig, vocab_size: int, tied_head: bool = False, shift: bool = False
+    ) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
+        self.vocab_size, self.shift = vocab_size, shift
         self.backbone = Backbone(config, vocab_size + 1)
         self.head = None if tied_head else nn.Linear(config.width, vocab_size, bias=False)
         if self.head is not None:
@@ -35,9 +40,9 @@ class Denoiser(nn.Module):
         return self.vocab_size
 
     def hidden(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
-        """Hidden states [B, L, D] of tokens [B, L]."""
+        """Hidden states [B, L, D] of tokens [B, L]: at each position the one that `logits` reads its token from."""
         hidden: Tensor = self.backbone(tokens, attention)
-        return hidden
+        return of_the_token_before(hidden, attention) if self.shift else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] from hidden states [..., D]; project only the positions that you need."""
@@ -48,6 +53,17 @@ class Denoiser(nn.Module):
 
     def forward(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
         return self.logits(self.hidden(tokens, attention))
+
+
+def of_the_token_before(hidden: Tensor, attention: Tensor | None) -> Tensor:
+    """[B, L, D]: at each position the hidden state of the position before it; a sequence's first token keeps its own.
+
+    Padding on either side is skipped: the first token is the first one that is attended to.
+    """
+    if attention is None:
+        return torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+    first = attention.long().cumsum(-1) <= 1  # the first token, and what is padded before it
+    return torch.where(first[..., None], hidden, hidden.roll(1, dims=1))
 
 
 @dataclass(frozen=True)
