@@ -17,7 +17,8 @@ import torch
 from unmask.cli import main
 from unmask.tasks import make_task
 from unmask.tasks.arithmetic import Style, decimals_of, exact, parse
-from unmask.tasks.byte_pairs import MARKS, Ragged, decode, train_tokenizer, vocabulary_of
+from unmask.models.vocabulary import vocabulary_of
+from unmask.tasks.byte_pairs import MARKS, Ragged, decode, train_tokenizer
 from unmask.tasks.gsm8k import GSM8K
 from unmask.tasks.held_out import HELD_OUT, leaked, make_splits
 from unmask.tasks.resampling import _choices, find_numbers, template_of

@@ -116,6 +116,13 @@ def word_level_tokenizer(vocabulary: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
+def with_mask_token(tokenizer: Tokenizer) -> Tokenizer:
+    """A copy with the mask token as the last id."""
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    copy.add_special_tokens([MASK_TOKEN])
+    return copy
+
+
 def _read_config(path: Path) -> tuple[OrderModelConfig, str | None]:
     """The config, and the checksum of the weights that belong to it."""
     try:

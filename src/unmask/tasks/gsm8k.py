@@ -22,8 +22,9 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from unmask.models.vocabulary import vocabulary_of
 from unmask.tasks import arithmetic, byte_pairs, held_out, resampling, word_problems
-from unmask.tasks.byte_pairs import EOS, MARKS, SMALLEST, Ragged, decode, train_tokenizer, vocabulary_of
+from unmask.tasks.byte_pairs import EOS, MARKS, SMALLEST, Ragged, decode, train_tokenizer
 from unmask.tasks.held_out import HELD_OUT, SPLITS, leaked, make_splits
 from unmask.tasks.task import Examples, check_range, prompt_kept
 from unmask.tasks.word_problems import FORMS, HUB, SCORINGS, answer_in, file_of, read_problems
