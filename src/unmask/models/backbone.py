@@ -7,6 +7,8 @@ Legend: B sequences, L positions, D width, H heads of the queries, K of the keys
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +114,33 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos.to(x.dtype), x.roll(x.shape[-1] // 2, -1), sin.to(x.dtype))
 
 
+class Spans(NamedTuple):
+    """Sequences of different lengths one behind the other: sequence i has the places ends[i] to ends[i + 1] - 1."""
+
+    ends: Tensor  # [B + 1] int32, from 0
+    longest: int  # at most
+
+
+Attend = Tensor | Spans | None  # who may be looked at: a mask for SDPA, one's own sequence, or everybody
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
+    """Softmax attention [B, L, H, E] of queries, keys and values [B, L, H, E]; with spans, of [1, M, H, E]."""
+    if not isinstance(attend, Spans):
+        query, key, value = (states.transpose(1, 2) for states in (query, key, value))
+        return scaled_dot_product_attention(query, key, value, attn_mask=attend).transpose(1, 2)
+    if query.is_cuda and query.dtype.itemsize == 2:
+        from torch.nn.attention.varlen import varlen_attn  # here, because older versions of torch have none
+
+        ends, longest = attend
+        mixed: Tensor = varlen_attn(query[0], key[0], value[0], ends, ends, longest, longest)  # type: ignore[assignment]
+        return mixed[None]
+    parts = [value[:, :0]]  # where there is no sequence at all
+    for start, end in pairwise(attend.ends.tolist()):
+        parts.append(attended(query[:, start:end], key[:, start:end], value[:, start:end], None))
+    return torch.cat(parts, dim=1)
+
+
 class Block(nn.Module):
     """x + Attention(norm(x)), then x + SwiGLU(norm(x))."""
 
@@ -132,7 +161,7 @@ class Block(nn.Module):
         for write in (self.attention_out, self.down):  # residual branches start small, or depth blows up the stream
             nn.init.normal_(write.weight, std=small_init(D) / (2 * config.layers) ** 0.5)
 
-    def forward(self, x: Tensor, rotary: Rotary, attend: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         B, L, _ = x.shape
         H, K, _ = self.groups
         qkv = self.query_key_value(self.attention_norm(x)).view(B, L, 1, sum(self.groups), -1)
@@ -143,9 +172,8 @@ class Block(nn.Module):
         query, key = rotate(query_key, *rotary)[:, :, 0].split([H, K], dim=-2)
         if K < H:  # every kernel takes as many keys as queries, not every one fewer
             key, value = (states.repeat_interleave(H // K, dim=-2) for states in (key, value))
-        query, key, value = (states.transpose(1, 2) for states in (query, key, value))  # [B, H, L, E] each
-        mixed = scaled_dot_product_attention(query, key, value, attn_mask=attend)
-        x = x + self.attention_out(mixed.transpose(1, 2).reshape(B, L, -1))
+        mixed = attended(query, key, value, attend)
+        x = x + self.attention_out(mixed.reshape(B, L, -1))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(silu(gate) * up)
 
@@ -178,13 +206,16 @@ class Backbone(nn.Module):
                 f"a sequence of {length} tokens is longer than the model's context of {longest}: "
                 "shorten it or train with a larger max_length"
             )
-        positions, attend = place(tokens, attention)
-        x = self.embedding(tokens)
+        layout = Layout.of(tokens, attention)
+        x = self.embedding(layout.take(tokens))
         if self.positions is not None:
-            x = x + self.positions(positions)
-        rotary = self._rotary(positions, attention is None)
+            x = x + self.positions(layout.positions)
+        return layout.put(self.run(x, *self._rotary(layout.positions, attention is None), layout.attend))
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """The blocks: all that is worth compiling."""
         for block in self.blocks:
-            x = block(x, rotary, attend)
+            x = block(x, (cos, sin), attend)
         return self.norm(x)
 
     def _rotary(self, positions: Tensor, in_order: bool) -> Rotary:
@@ -194,14 +225,42 @@ class Backbone(nn.Module):
         return self.cos[0][positions], self.sin[0][positions]
 
 
-def place(tokens: Tensor, attention: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Positions [B or 1, L] that do not count padding, and the mask [B, 1, 1, L] that SDPA takes (None: no padding).
+class Layout(NamedTuple):
+    """How B sequences of L places go through the blocks: as they are, or packed into one row without their padding.
 
-    A sequence then gets the same positions alone as next to longer ones, padded on either side.
+    A position does not count padding: a sequence gets the same ones alone as next to longer ones, padded on either
+    side.  Packing takes a number from the device, the number of tokens; a compiled program cannot wait for it, and
+    masks the padding instead.
     """
-    if attention is None:
-        return torch.arange(tokens.shape[1], device=tokens.device)[None], None
-    return (attention.long().cumsum(-1) - 1).clamp(min=0), attention[:, None, None, :]
+
+    positions: Tensor  # [B or 1, L], packed [1, M]
+    attend: Attend
+    at: Tensor | None  # [M]: the places of the flattened [B, L] that are no padding; None: not packed
+    shape: tuple[int, int]  # B, L
+
+    @classmethod
+    def of(cls, tokens: Tensor, attention: Tensor | None) -> Layout:
+        B, L = tokens.shape
+        if attention is None:
+            return cls(torch.arange(L, device=tokens.device)[None], None, None, (B, L))
+        positions = (attention.long().cumsum(-1) - 1).clamp(min=0)
+        if torch.compiler.is_compiling():
+            return cls(positions, attention[:, None, None, :], None, (B, L))
+        at = attention.flatten().nonzero()[:, 0]
+        ends = torch.nn.functional.pad(attention.sum(-1).cumsum(0), (1, 0)).int()
+        return cls(positions.flatten()[at][None], Spans(ends, L), at, (B, L))
+
+    def take(self, values: Tensor) -> Tensor:
+        """[1, M, ...] from values [B, L, ...] where packed."""
+        return values if self.at is None else values.flatten(0, 1)[self.at][None]
+
+    def put(self, values: Tensor) -> Tensor:
+        """[B, L, ...] from values [1, M, ...] where packed; 0 on padding."""
+        if self.at is None:
+            return values
+        B, L = self.shape
+        everywhere = values.new_zeros(B * L, *values.shape[2:]).index_copy(0, self.at, values[0])
+        return everywhere.view(B, L, *values.shape[2:])
 
 
 def small_init(width: int) -> float:

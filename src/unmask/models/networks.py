@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from unmask.models.backbone import Backbone, BackboneConfig, Block, place, rotary_angles, small_init
+from unmask.models.backbone import Attend, Backbone, BackboneConfig, Block, Layout, rotary_angles, small_init
 from unmask.variational.posterior import full_precision
 from unmask.variational.selection import NonEmpty, Selection
 
@@ -138,8 +138,10 @@ class Selector(nn.Module):
         total = torch.zeros_like(t) + budget
         time = torch.stack([t / total, 1 / t, t.log(), total.log()], dim=-1).to(hidden.dtype)  # [B, 4]
         said = torch.cat([confidences, masked[..., None]], dim=-1).to(hidden.dtype)
-        x = self.read_hidden(hidden) + self.read_confidences(said) + self.read_time(time)[:, None]
-        positions, attend = place(masked, attention)
+        layout = Layout.of(masked, attention)
+        positions = layout.positions
+        x = self.read_hidden(layout.take(hidden)) + self.read_confidences(layout.take(said))
+        x = x + layout.take(self.read_time(time)[:, None].expand(*masked.shape, -1))
         if self.positions is not None:
             if masked.shape[1] > self.config.positions:
                 raise ValueError(
@@ -148,9 +150,14 @@ class Selector(nn.Module):
                 )
             x = x + self.positions(positions)
         rotary = rotary_angles(positions, self.shape.width // self.shape.heads, self.shape.rope_theta)
+        x = self.run(x, *rotary, layout.attend)
+        return layout.put(_in_full_precision(self.out, x)) - t.log()[:, None]
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """The blocks: all that is worth compiling."""
         for block in self.blocks:
-            x = block(x, rotary, attend)
-        return _in_full_precision(self.out, self.norm(x)) - t.log()[:, None]
+            x = block(x, (cos, sin), attend)
+        return self.norm(x)
 
 
 class OrderScorer(nn.Module):

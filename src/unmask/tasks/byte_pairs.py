@@ -8,7 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 EOS = "<eos>"
-MARKS = (EOS, "<<", ">>", "=", "####")  # the first ids
+MARKS = (EOS, "<<", ">>", "=", "####", ">> <<", ">> #### ")  # the first ids; the longest one that fits is taken
 SMALLEST = len(MARKS) + 256  # every byte is a token
 
 
@@ -49,12 +49,13 @@ class Ragged:
 
     @classmethod
     def encode(cls, tokenizer: Tokenizer, texts: Sequence[str], at_once: int = 4096) -> Ragged:
-        parts, lengths = [], []
+        dtype = np.min_scalar_type(tokenizer.get_vocab_size() - 1)  # uint16 for most: half of what there is to keep
+        parts, lengths = [np.zeros(0, dtype=dtype)], []
         for first in range(0, len(texts), at_once):
             for encoding in tokenizer.encode_batch_fast(list(texts[first : first + at_once])):
-                parts.append(np.asarray(encoding.ids, dtype=np.int32))
+                parts.append(np.asarray(encoding.ids, dtype=dtype))
                 lengths.append(len(encoding.ids))
-        ids = np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
+        ids = np.concatenate(parts)
         return cls(ids, np.cumsum(lengths, dtype=np.int64))
 
     def last(self, rows: np.ndarray, width: int, fill: int) -> np.ndarray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,37 +76,51 @@ def run_stage(
     groups = [
         {"params": list(module.parameters()), "lr": rates[key][1], "name": key} for key, module in networks.items()
     ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=stage.weight_decay)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=stage.weight_decay, fused=True)
+    adamw = optimizer  # itself, before Accelerate wraps it
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: learning_rate_factor(update, stage))
     run, optimizer = accelerator.prepare(objective, optimizer)
     average = AveragedModel(objective, multi_avg_fn=get_ema_multi_avg_fn(stage.ema)) if stage.ema else None
 
     objective.train()
     started = time.perf_counter()
+    # A GPU is kept busy by reading the numbers of an update when the next one is already under way.
+    behind = 1 if accelerator.device.type == "cuda" else 0
+    pending: deque[tuple[int, _Numbers]] = deque()
     with _progress(name, stage.updates, accelerator.is_main_process) as advance:
+
+        def read(late: int) -> None:
+            while len(pending) > late:
+                update, numbers = pending.popleft()
+                recorded = numbers.read()
+                _check_finite(recorded, name, update)
+                advance(recorded)
+                if accelerator.is_main_process and (update % 20 == 0 or update == stage.updates - 1):
+                    norms = {key: recorded.pop(_norm(key)) for key in networks}
+                    metrics.write(
+                        stage=name,
+                        update=update,
+                        **recorded,
+                        gradient_norm=norms,
+                        rate_factor=round(learning_rate_factor(update, stage), 6),
+                        seconds=round(time.perf_counter() - started, 3),
+                    )
+
         for update in range(stage.updates):
             begin_update(update / stage.updates)
             recorded = _backward(run, update, index, stage, task, seed, accelerator)
-            norms = {
-                key: float(accelerator.clip_grad_norm_(module.parameters(), stage.clip))
-                for key, module in networks.items()
-            }
-            _check_finite(recorded, norms, name, update)
+            for key, module in networks.items():
+                recorded[_norm(key)] = accelerator.clip_grad_norm_(module.parameters(), stage.clip)
+            numbers = _Numbers(recorded)
+            adamw.found_inf = numbers.any_bad  # type: ignore[attr-defined]  # the fused step is left out where it is 1
             optimizer.step()
             schedule.step()
             optimizer.zero_grad(set_to_none=True)
             if average is not None:
                 average.update_parameters(objective)
-            advance(recorded)
-            if accelerator.is_main_process and (update % 20 == 0 or update == stage.updates - 1):
-                metrics.write(
-                    stage=name,
-                    update=update,
-                    **recorded,
-                    gradient_norm=norms,
-                    rate_factor=round(learning_rate_factor(update, stage), 6),
-                    seconds=round(time.perf_counter() - started, 3),
-                )
+            pending.append((update, numbers))
+            read(behind)
+        read(0)
     if average is not None:
         objective.load_state_dict(average.module.state_dict())
     objective.eval()
@@ -119,33 +134,54 @@ def _backward(
     task: Task,
     seed: int,
     accelerator: Accelerator,
-) -> dict[str, float]:
-    """Accumulate the gradient of one update over its micro-batches; the update's mean metrics."""
+) -> dict[str, Tensor]:
+    """Accumulate the gradient of one update over its micro-batches; the update's mean metrics, on the device."""
     total: dict[str, Tensor] = {}
     # Strided, so that every micro-batch has its share of every stratum of t.
     mine = torch.arange(accelerator.process_index, stage.batch, accelerator.num_processes)
     for micro in range(stage.accumulate):
         slots = mine[micro :: stage.accumulate]
         ids = integers(seed, Purpose.EXAMPLE, index, update * stage.batch + slots)
-        examples = task.examples(ids, "train").to(accelerator.device)
+        examples = task.examples(ids, "train")
         if not examples.response.any(-1).all():
-            empty = int(ids[~examples.response.any(-1).cpu()][0])
+            empty = int(ids[~examples.response.any(-1)][0])
             raise ValueError(
                 f"task {task.name}: training example {empty} has an empty response, so nothing to learn from"
             )
         u = stratified(seed, Purpose.TIME, index, update, slots=slots, total=stage.batch)
         with accelerator.autocast():
-            outcome = run(examples, ids.to(accelerator.device), u)
+            outcome = run(examples.to(accelerator.device), ids.to(accelerator.device), u)
         accelerator.backward(outcome.loss / stage.accumulate)
         for key, value in {"loss": outcome.loss.detach(), **outcome.metrics}.items():
-            total[key] = total.get(key, torch.zeros(())) + value.cpu() / stage.accumulate
-    return {key: float(value) for key, value in total.items()}
+            total[key] = total.get(key, 0.0) + value / stage.accumulate
+    return total
 
 
-def _check_finite(recorded: dict[str, float], norms: dict[str, float], name: str, update: int) -> None:
-    """Raise before the optimiser steps, so that the weights stay good."""
+class _Numbers:
+    """Named scalars on their way from the device; `read` waits for what made them, and for nothing that came later."""
+
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        self.names = tuple(values)
+        stacked = torch.stack([value.double() for value in values.values()])
+        self.any_bad = (~stacked.isfinite().all()).float()  # 1 or 0, on the device
+        self.values = stacked.to("cpu", non_blocking=True)
+        self.ready = torch.cuda.Event() if stacked.is_cuda else None
+        if self.ready is not None:
+            self.ready.record()
+
+    def read(self) -> dict[str, float]:
+        if self.ready is not None:
+            self.ready.synchronize()
+        return dict(zip(self.names, self.values.tolist(), strict=True))
+
+
+def _norm(network: str) -> str:
+    return f"gradient of the {network}"
+
+
+def _check_finite(recorded: dict[str, float], name: str, update: int) -> None:
+    """Raise after an update whose step was left out, so that the weights are still good."""
     wrong = [key for key, value in recorded.items() if not math.isfinite(value)]
-    wrong += [f"gradient of the {key}" for key, value in norms.items() if not math.isfinite(value)]
     if wrong:
         raise NonFiniteError(f"{name}, update {update}: {', '.join(wrong)} not finite; try a smaller learning rate")
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from unmask.decoding.confidence import confidence, features, log_probabilities, spread
 from unmask.models.networks import Denoiser
@@ -30,16 +31,25 @@ class Reading(NamedTuple):
     """What the denoiser says of the masked positions of R sequences, M of them."""
 
     hidden: Tensor  # [R, L, D]
-    log_p: Tensor  # [M, V]: the masked positions only, row by row
+    logits: Tensor  # [M, V]: the masked positions only, row by row
     log_mu: Tensor  # [R, L]: log-probability of the true token where masked, else 0
 
 
 def read_denoiser(denoiser: Denoiser, tokens: Tensor, masked: Tensor, attention: Tensor | None) -> Reading:
     """Mask the clean tokens [R, L] where `masked` [R, L] and ask for them back; logits only where masked."""
     hidden = denoiser.hidden(torch.where(masked, denoiser.mask_token_id, tokens), attention)
-    log_p = log_probabilities(denoiser.logits(hidden[masked]))
-    log_mu = log_p.gather(-1, tokens[masked][:, None])[:, 0]
-    return Reading(hidden, log_p, spread(log_mu, masked))
+    logits = denoiser.logits(hidden[masked])
+    return Reading(hidden, logits, spread(log_likelihood(logits, tokens[masked]), masked))
+
+
+def log_likelihood(logits: Tensor, tokens: Tensor) -> Tensor:
+    """log p [M] of the tokens [M] under logits [M, V]."""
+    return -cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens, reduction="none")
+
+
+def selector_features(logits: Tensor) -> Tensor:
+    """[M, 3]: what the selector reads of the logits [M, V]."""
+    return features(confidence(log_probabilities(logits)))
 
 
 class DenoiseObjective(nn.Module):
@@ -161,7 +171,7 @@ class OrderObjective(nn.Module):
         attention = None if padding(examples) is None else examples.attention[row]
         with torch.set_grad_enabled(self.learn_denoiser and torch.is_grad_enabled()):
             reading = read_denoiser(self.model.denoiser, tokens, at, attention)
-        said, hidden = features(confidence(reading.log_p)), reading.hidden
+        said, hidden = selector_features(reading.logits), reading.hidden
         if not self.attach_selector:
             said, hidden = said.detach(), hidden.detach()
         logits = model.selector(hidden, spread(said, at), at, t[row], self.budget, attention)  # [R, L]

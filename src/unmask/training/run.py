@@ -195,7 +195,7 @@ def _place(model: OrderModel, recipe: Recipe, accelerator: Accelerator) -> Order
     if recipe.compile and accelerator.device.type == "cuda":
         for module in model.modules():
             if isinstance(module, Backbone | Selector):  # the heavy parts; no shape inside them depends on the data
-                module.compile(dynamic=True)
+                module.run = torch.compile(module.run, dynamic=True)  # type: ignore[method-assign]
     return model
 
 
