@@ -36,9 +36,12 @@ def cut_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], first: Sequence[st
     for left, right in model["merges"]:
         parts.setdefault(left + right, []).append((left, right))
 
-    encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-    wanted = [words[index] for index in {index for encoding in encodings for index in encoding.ids}]
-    wanted += [*first, *bytes_of(model), *(token["content"] for token in state["added_tokens"])]
+    texts, used = list(texts), set[int]()
+    for start in range(0, len(texts), 4096):  # a few at a time: an encoding is many times as large as its text
+        for encoding in tokenizer.encode_batch_fast(texts[start : start + 4096], add_special_tokens=False):
+            used.update(encoding.ids)
+    wanted = [*(words[index] for index in used), *first, *bytes_of(model)]
+    wanted += [token["content"] for token in state["added_tokens"]]
     wanted += [model["unk_token"]] if model.get("unk_token") else []
     kept: set[str] = set()
     while wanted:
