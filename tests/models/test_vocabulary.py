@@ -101,7 +101,7 @@ def test_a_tokenizer_that_falls_back_to_bytes():
 
 def test_what_cannot_be_cut_is_refused(byte_level):
     words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-    with pytest.raises(ValueError, match="only a plain byte-pair encoding can be cut, and this tokenizer is a WordLevel"):
+    with pytest.raises(ValueError, match=r"only a plain byte-pair encoding can be cut, .* is a WordLevel"):
         cut_tokenizer(words, ["a"])
     with pytest.raises(ValueError, match="has no token '<eos>'"):
         cut_tokenizer(byte_level, TEXTS, ["<eos>"])

@@ -573,7 +573,7 @@ def task_size(task):
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    """A folder with a tokenizer as a pretrained model has it: more tokens than are needed, its end of text not first."""
+    """The tokenizer of a pretrained model in its folder: more tokens than are needed, its end of text not the first."""
     folder = tmp_path_factory.mktemp("pretrained")
     texts = [problem.question + problem.solution for problem in many()] + ["An entirely different matter, zebra."] * 9
     train_tokenizer(texts, 500).save(str(folder / "tokenizer.json"))

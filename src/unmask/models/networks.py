@@ -25,9 +25,7 @@ class Denoiser(nn.Module):
 
     keeps_no_tensors = True  # no pass leaves a tensor behind in the module: safe in inference mode
 
-    def __init__(
-        self, config: BackboneConfig, vocab_size: int, tied_head: bool = False, shift: bool = False
-    ) -> None:
+    def __init__(self, config: BackboneConfig, vocab_size: int, tied_head: bool = False, shift: bool = False) -> None:
         super().__init__()
         self.vocab_size, self.shift = vocab_size, shift
         self.backbone = Backbone(config, vocab_size + 1)

@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, pre_tokenizers
 
+
 def vocabulary_of(tokenizer: Tokenizer) -> tuple[str, ...]:
     """The tokens in the order of their ids."""
     ids = tokenizer.get_vocab()
@@ -15,7 +16,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def cut_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], first: Sequence[str] = ()) -> Tokenizer:
-    """The same byte-pair encoding with the tokens that `texts` use; they are split as before, and every text comes back.
+    """The same byte-pair encoding with the tokens that `texts` use; these are split as before, and any text comes back.
 
     Kept are the tokens of the texts, all that these are merged from, the special ones and a token for every byte; of
     the merges, those between kept tokens.  Splitting applies the earliest merge that is possible: on these texts it is
