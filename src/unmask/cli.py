@@ -780,6 +780,8 @@ def _label(recipe: Recipe) -> str:
         return recipe.model.label
     if recipe.init:
         return Path(recipe.init).name
+    if recipe.model.causal:
+        return Path(recipe.model.causal).name
     return recipe.model.size or f"{recipe.model.layers}x{recipe.model.width}"
 
 
