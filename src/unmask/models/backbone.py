@@ -154,6 +154,7 @@ class Block(nn.Module):
     def __init__(self, config: BackboneConfig) -> None:
         super().__init__()
         D, H, K, E = config.width, config.heads, config.K, config.E
+        self.head_width = E
         self.groups = (H, K, K)  # the heads of queries, keys and values, in the order of the projection's rows
         self.attention_norm = RMSNorm(D, eps=config.norm_eps)
         self.query_key_value = nn.Linear(D, sum(self.groups) * E, bias=False)
@@ -171,7 +172,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         B, L, _ = x.shape
         H, K, _ = self.groups
-        qkv = self.query_key_value(self.attention_norm(x)).view(B, L, 1, sum(self.groups), -1)
+        qkv = self.query_key_value(self.attention_norm(x)).view(B, L, 1, sum(self.groups), self.head_width)
         query_key, value = qkv.split([H + K, K], dim=-2)  # whose backward is one concatenation
         value = value[:, :, 0]
         if self.query_norm is not None and self.key_norm is not None:
@@ -181,7 +182,7 @@ class Block(nn.Module):
         if K < H:  # every kernel takes as many keys as queries, not every one fewer
             key, value = (states.repeat_interleave(H // K, dim=-2) for states in (key, value))
         mixed = attended(query, key, value, attend)
-        x = x + self.attention_out(mixed.reshape(B, L, -1))
+        x = x + self.attention_out(mixed.reshape(B, L, H * self.head_width))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(silu(gate) * up)
 
