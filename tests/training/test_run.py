@@ -195,7 +195,6 @@ def test_what_train_returns_is_what_it_saved(base, tmp_path):
         ["order.baseline=none", "order.trajectories=1"],
         ["order.baseline=moving-average", "order.trajectories=1"],
         ["order.denoiser_rate=1e-3", "order.attach_selector=true", "order.ema=0.5", "order.accumulate=2"],
-        ["order.budget=1"],
         ["order.budget=9"],  # more steps than positions: trajectories end early
         ["model.tied_head=true", "model.qk_norm=true", "model.absolute_positions=false"],
         ["order.selector_rate=0"],

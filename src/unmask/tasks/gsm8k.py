@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,15 +23,20 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from unmask.models import pretrained
+from unmask.models import vocabulary as cutting
+from unmask.models.pretrained import find_source, load_tokenizer
+from unmask.models.vocabulary import cut_tokenizer, vocabulary_of
 from unmask.tasks import arithmetic, byte_pairs, held_out, resampling, word_problems
-from unmask.tasks.byte_pairs import EOS, MARKS, SMALLEST, Ragged, decode, train_tokenizer, vocabulary_of
+from unmask.tasks.byte_pairs import EOS, MARKS, SMALLEST, Ragged, decode, train_tokenizer
 from unmask.tasks.held_out import HELD_OUT, SPLITS, leaked, make_splits
 from unmask.tasks.task import Examples, check_range, prompt_kept
 from unmask.tasks.word_problems import FORMS, HUB, SCORINGS, answer_in, file_of, read_problems
 
-_EOS = MARKS.index(EOS)
+_EOS = MARKS.index(EOS)  # the first id, of a cut tokenizer too
 _RESPONSE_LENGTHS = {"equations": 72, "solution": 320}
-_SOURCES = (__file__, *(module.__file__ for module in (arithmetic, byte_pairs, held_out, resampling, word_problems)))
+_MODULES = (arithmetic, byte_pairs, held_out, resampling, word_problems, pretrained, cutting)
+_SOURCES = (__file__, *(module.__file__ for module in _MODULES))
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class GSM8K:
     resample: int = 56  # copies of each template
     seed: int = 0
     vocab_size: int = 4096
+    tokenizer: str = ""  # of a pretrained model (a folder, a .gguf file, smollm2-135m), cut; "": one of our own
     prompt_length: int = 192
     response_length: int = 0  # 0: 72 for equations, 320 for solutions
     held_out: str = "new-numbers-dev"
@@ -64,6 +71,7 @@ class GSM8K:
     min_steps = None
     entropy = None
     eos_token_id = _EOS
+    held_out_splits = HELD_OUT
 
     def __post_init__(self) -> None:
         check_range(self, "resample", 0)
@@ -83,6 +91,11 @@ class GSM8K:
     @property
     def vocabulary(self) -> tuple[str, ...]:
         return self._tokens.vocabulary
+
+    @property
+    def text_tokenizer(self) -> Tokenizer:
+        """What turns text into the tokens of this task."""
+        return self._tokens.tokenizer
 
     @property
     def length(self) -> int:
@@ -162,15 +175,30 @@ class GSM8K:
         attention = place >= self.prompt_length - kept[:, None]
         return Examples(torch.from_numpy(tokens), response.clone(), attention)
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """How tokens read, up to the first EOS."""
+        return decode(self._tokens.tokenizer, tokens)
+
     def answer_text(self, tokens: Tensor) -> str:
         """The text of one response, up to its first EOS; tokens [L] or [response_length]."""
-        return decode(self._tokens.tokenizer, tokens[-self._response_length :].tolist())
+        return self.text(tokens[-self._response_length :].tolist())
+
+    def overlong(self, ids: Tensor) -> Tensor:
+        """[B] bool: the held-out examples that are too long, and so count as wrong whatever is written."""
+        return torch.from_numpy(self._too_long(self.held_out)[ids.numpy() % self.test_examples])
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
+        return self._right(tokens, examples, self.scoring)
+
+    def valid_flexible(self, tokens: Tensor, examples: Examples) -> Tensor:
+        """The same where the last number is the answer, whatever `scoring` is."""
+        return self._right(tokens, examples, "flexible")
+
+    def _right(self, tokens: Tensor, examples: Examples, scoring: str) -> Tensor:
         right = prompt_kept(tokens, examples) & ((tokens >= 0) & (tokens < len(self.vocabulary))).all(-1)
         for row in right.nonzero()[:, 0].tolist():
             wanted = answer_in(self.answer_text(examples.tokens[row]), "strict")  # none where it is too long
-            right[row] = wanted is not None and wanted == answer_in(self.answer_text(tokens[row]), self.scoring)
+            right[row] = wanted is not None and wanted == answer_in(self.answer_text(tokens[row]), scoring)
         return right
 
     def log_likelihood(self, tokens: Tensor, examples: Examples) -> None:
@@ -227,6 +255,10 @@ def fingerprint(task: GSM8K) -> str:
     digest.update(json.dumps([settings, tokenizers.__version__]).encode())
     for source in _SOURCES:
         digest.update(Path(str(source)).read_bytes())
+    if task.tokenizer:
+        for file in find_source(task.tokenizer).files:
+            with file.open("rb") as opened:
+                digest.update(file.name.encode() + hashlib.file_digest(opened, "sha256").digest())
     path = file_of(task.folder, "train")
     if path is not None:
         data = path.read_bytes()
@@ -242,10 +274,14 @@ def _make(folder: Path, hashed: str, task: GSM8K) -> None:
     pairs = splits.pairs
     if not pairs["train"]:
         raise ValueError(f"task {task.name}: no training problem is left ({splits.left_out}): give more of them")
-    # The copies have the words of the problems that they are copies of, and digits are single: they add nothing.
-    tokenizer = train_tokenizer(
-        [text for pair in pairs["train"][: splits.as_they_came] for text in pair], task.vocab_size
-    )
+    if task.tokenizer:
+        whole, eos = load_tokenizer(task.tokenizer)
+        tokenizer = cut_tokenizer(whole, [text for pair in pairs["train"] for text in pair], [eos])
+    else:
+        # The copies have the words of the problems that they are copies of, and digits are single: they add nothing.
+        tokenizer = train_tokenizer(
+            [text for pair in pairs["train"][: splits.as_they_came] for text in pair], task.vocab_size
+        )
     arrays = {}
     for split in SPLITS:
         for part, name in enumerate(("prompts", "responses")):

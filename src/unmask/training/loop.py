@@ -10,8 +10,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -19,15 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unmask.streams import Purpose, integers, stratified
+from unmask.tasks.task import Examples, Task, sent
 from unmask.training.checkpoints import warn
 from unmask.training.collapse import CollapseGuard
 from unmask.training.keeper import Keeper, Stopped
 from unmask.training.metrics import Metrics
 from unmask.training.recipe import Optimisation
 from unmask.training.state import StageState
-
-if TYPE_CHECKING:
-    from unmask.tasks.task import Task
 
 Rates = dict[str, tuple[nn.Module, float]]  # a network by name: its module and its learning rate
 
@@ -125,16 +124,19 @@ def run_stage(
                 done = f"stage {name} is saved after update {state.update} of {stage.updates}"
                 raise Stopped(f"stopped by SIGTERM; {done}")
 
-        for update in range(state.update, stage.updates):
+        updates = range(state.update, stage.updates)
+        batches = _ahead(_micro_batches(update, index, stage, task, seed, accelerator) for update in updates)
+        for update, micro_batches in zip(updates, batches, strict=True):
             factor = state.rate_scale * learning_rate_factor(update, stage)
             for group in adamw.param_groups:
                 group["lr"] = rates[group["name"]][1] * factor
             begin_update(update / stage.updates)
             state.update = update + 1
-            recorded = _backward(run, update, index, stage, task, seed, accelerator)
-            wishes = (
-                {"stop": keeper.stop.came, "due": keeper.due(update + 1)} if keeper else {"stop": False, "due": False}
-            )
+            recorded = _backward(run, micro_batches, stage.batch, accelerator)
+            wishes = {
+                "stop": keeper is not None and keeper.stop.came,
+                "due": keeper is not None and keeper.due(update + 1),
+            }
             norms = {
                 _norm(key): accelerator.clip_grad_norm_(module.parameters(), stage.clip)
                 for key, module in networks.items()
@@ -161,14 +163,44 @@ def batch_ids(seed: int, index: int, update: int, stage: Optimisation) -> Tensor
     return integers(seed, Purpose.EXAMPLE, index, update * stage.batch + torch.arange(stage.batch))
 
 
+MicroBatch = tuple[Examples, Tensor, Tensor]  # examples and their ids [b] on the device, stratified uniforms [b]
+
+
+def _micro_batches(
+    update: int, index: int, stage: Optimisation, task: Task, seed: int, accelerator: Accelerator
+) -> list[MicroBatch]:
+    """What this process sees at an update, a function of (seed, stage, update) alone."""
+    found = []
+    # Strided, so that every micro-batch has its share of every stratum of t.
+    mine = torch.arange(accelerator.process_index, stage.batch, accelerator.num_processes)
+    for micro in range(stage.accumulate):
+        slots = mine[micro :: stage.accumulate]
+        ids = batch_ids(seed, index, update, stage)[slots]
+        examples = task.examples(ids, "train")
+        if not (examples.num_response > 0).all():
+            empty = int(ids[examples.num_response == 0][0])
+            raise ValueError(
+                f"task {task.name}: training example {empty} has an empty response, so nothing to learn from"
+            )
+        u = stratified(seed, Purpose.TIME, index, update, slots=slots, total=stage.batch)
+        found.append((examples.to(accelerator.device), sent(ids, accelerator.device), u))
+    return found
+
+
+T = TypeVar("T")
+
+
+def _ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, the next one made by a second thread while the last is used."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = thread.submit(next, items, None)
+            yield item
+
+
 def _backward(
-    run: Callable[..., Any],
-    update: int,
-    index: int,
-    stage: Optimisation,
-    task: Task,
-    seed: int,
-    accelerator: Accelerator,
+    run: Callable[..., Any], micro_batches: list[MicroBatch], batch: int, accelerator: Accelerator
 ) -> dict[str, Tensor]:
     """Accumulate the gradient of one update over its micro-batches.
 
@@ -177,23 +209,12 @@ def _backward(
     micro-batches, it is the gradient of the mean over the batch.
     """
     total: dict[str, Tensor] = {}
-    # Strided, so that every micro-batch has its share of every stratum of t.
-    mine = torch.arange(accelerator.process_index, stage.batch, accelerator.num_processes)
-    for micro in range(stage.accumulate):
-        slots = mine[micro :: stage.accumulate]
-        ids = batch_ids(seed, index, update, stage)[slots]
-        examples = task.examples(ids, "train")
-        if not examples.response.any(-1).all():
-            empty = int(ids[~examples.response.any(-1)][0])
-            raise ValueError(
-                f"task {task.name}: training example {empty} has an empty response, so nothing to learn from"
-            )
-        u = stratified(seed, Purpose.TIME, index, update, slots=slots, total=stage.batch)
-        share = len(slots) / stage.batch
-        last = micro == stage.accumulate - 1
+    for number, micro_batch in enumerate(micro_batches, start=1):
+        share = len(micro_batch[1]) / batch
+        last = number == len(micro_batches)
         with nullcontext() if last else accelerator.no_sync(run):  # processes exchange gradients once an update
             with accelerator.autocast():
-                outcome = run(examples, ids, u)
+                outcome = run(*micro_batch)
             accelerator.backward(outcome.loss * (share * accelerator.num_processes))
         for key, value in {"loss": outcome.loss.detach(), **outcome.metrics}.items():
             total[key] = total.get(key, 0.0) + value * share

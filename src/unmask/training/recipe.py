@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tomllib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -55,6 +56,7 @@ _SHAPE = ("width", "layers", "heads", "intermediate")
 @dataclass(frozen=True)
 class ModelRecipe:
     size: str = ""  # a name such as "34m"; or leave it out and give the four numbers
+    label: str = ""  # what records call the model; "": the size, or layers x width
     width: int = 0
     layers: int = 0
     heads: int = 0
@@ -63,6 +65,8 @@ class ModelRecipe:
     qk_norm: bool = False
     tied_head: bool = False
     absolute_positions: bool = False  # a learned vector a position; tasks without a prompt need it
+    causal: str = ""  # a causal language model to start from, which says the shape: a folder, a .gguf, smollm2-135m
+    shift: bool = False  # with causal: read each token from the hidden state of the token before it
     selector: SelectorRecipe = field(default_factory=SelectorRecipe)
     scorer: ScorerRecipe = field(default_factory=ScorerRecipe)
 
@@ -73,6 +77,11 @@ class ModelRecipe:
         if given and not self.size and len(given) < len(_SHAPE):
             missing = [name for name in _SHAPE if name not in given]
             raise ValueError(f"{', '.join(missing)} missing: give a size such as '34m', or {', '.join(_SHAPE)}")
+        given += [name for name in ("qk_norm", "tied_head", "absolute_positions") if getattr(self, name)]
+        if self.causal and given:
+            raise ValueError(f"causal = {self.causal!r} already says {', '.join(given)}: give one or the other")
+        if self.shift and not self.causal:
+            raise ValueError("shift = true is for a causal language model: give causal, or leave shift out")
 
     @property
     def shape_given(self) -> list[str]:
@@ -132,8 +141,11 @@ class OrderRecipe(Optimisation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.budget < 1:
-            raise ValueError(f"budget (T) must be at least 1, got {self.budget}")
+        if self.budget < 2:
+            raise ValueError(
+                f"budget (T) must be at least 2, got {self.budget}: in one step everything is revealed, "
+                "and there is no order to learn"
+            )
         if self.tau <= 0:
             raise ValueError(f"tau must be above 0, got {self.tau}")
         if self.baseline == "leave-one-out" and self.trajectories < 2:
@@ -151,6 +163,12 @@ class OrderRecipe(Optimisation):
             raise ValueError("attach_selector needs denoiser_rate > 0: a frozen denoiser takes no gradient")
         if not 0 < self.restored_rate <= 1:
             raise ValueError(f"restored_rate must lie above 0 and be at most 1, got {self.restored_rate}")
+        if not (self.selector_rate or self.scorer_rate):
+            raise ValueError(
+                "selector_rate and scorer_rate are both 0: no order would be learned; train the denoiser in [denoise]"
+            )
+        if self.kl_weight > 1 and not self.scorer_rate and not self.denoiser_rate:
+            raise ValueError("kl_weight has no effect where only the selector learns: leave it out")
 
 
 @dataclass(frozen=True)
@@ -194,7 +212,7 @@ class Recipe:
     evaluate: EvaluateRecipe = field(default_factory=EvaluateRecipe)
     saving: SavingRecipe = field(default_factory=SavingRecipe)
     seed: int = 0
-    init: str = ""  # a run folder whose denoiser to start from
+    init: str = ""  # weights to start from: a run folder, or a .safetensors file of SMDM
     precision: Literal["no", "bf16"] = "no"  # autocast
     compile: bool = False  # torch.compile, on CUDA
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # where metrics go beside RUN/metrics.jsonl
@@ -210,17 +228,25 @@ class Recipe:
             raise ValueError("nothing to train: give [denoise], [order] or both")
         if not self.denoise and not self.init:
             raise ValueError("an order needs a denoiser: give [denoise], or init = 'the folder of an earlier run'")
-        if not self.init and not self.model.shape_given:
+        if self.init and self.model.causal:
+            raise ValueError(
+                f"init = {self.init!r} and model.causal = {self.model.causal!r} both say where to start: set one to ''"
+            )
+        if not (self.init or self.model.causal) and not self.model.shape_given:
             raise ValueError(
                 "[model] has no shape: give a size such as '34m', or width, layers, heads and intermediate"
             )
+
+    def to_toml(self) -> str:
+        """The recipe with every value written out, itself a recipe."""
+        return "\n".join(_toml(dataclasses.asdict(self))).strip() + "\n"
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Recipe:
-        return _build(cls, json.loads(text), "recipe")
+        return build(cls, json.loads(text), "recipe")
 
 
 def recipe_folder() -> Path:
@@ -250,7 +276,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
         _override(values, override)
-    return _build(Recipe, values, "recipe")
+    return build(Recipe, values, "recipe")
 
 
 def _override(values: dict[str, Any], override: str) -> None:
@@ -271,7 +297,7 @@ def _override(values: dict[str, Any], override: str) -> None:
     table[last] = value
 
 
-def _build(cls: type[Any], values: Any, where: str) -> Any:
+def build(cls: type[Any], values: Any, where: str) -> Any:
     """The dataclass `cls` from a table, every key and type checked."""
     if not isinstance(values, Mapping):
         raise RecipeError(f"{where} must be a table, not {_describe(values)}")
@@ -299,7 +325,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         inner = next(arg for arg in get_args(hint) if arg is not type(None))
         return None if value is None else _convert(inner, value, where)
     if dataclasses.is_dataclass(hint):
-        return _build(hint, value, where)  # type: ignore[arg-type]
+        return build(hint, value, where)  # type: ignore[arg-type]
     if get_origin(hint) is Literal:
         choices = get_args(hint)
         if value not in choices:
@@ -322,6 +348,31 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if hint is float and not abs(value) < float("inf"):
         raise RecipeError(f"{where} must be finite, not {value}")
     return value
+
+
+def _toml(table: Mapping[str, Any], name: str = "") -> Iterator[str]:
+    """The lines of a table: its values first, then the tables inside it.  What is None is left out."""
+    given = {key: value for key, value in table.items() if value is not None}
+    if name:
+        yield f"\n[{name}]"
+    for key, value in given.items():
+        if not isinstance(value, Mapping):
+            yield f"{_toml_key(key)} = {_toml_value(value)}"
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            yield from _toml(value, f"{name}.{_toml_key(key)}" if name else _toml_key(key))
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, str | bool):
+        return json.dumps(value).replace("\x7f", "\\u007f")
+    return repr(value) if isinstance(value, int | float) else f"{value.isoformat()}"
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
