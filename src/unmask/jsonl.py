@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
 class ResultsError(ValueError):
@@ -27,6 +28,7 @@ def read_jsonl(path: Path, kind: type[Any]) -> list[dict[str, Any]]:
 
     A last line that a crash cut off is passed over; any other line that is no such object is an error.
     """
+    hints = get_type_hints(kind)
     known = {field.name for field in fields(kind)}
     needed = {field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING}
     *lines, end = path.read_text(errors="replace").split("\n")
@@ -44,8 +46,33 @@ def read_jsonl(path: Path, kind: type[Any]) -> list[dict[str, Any]]:
                 f"{path}, line {number}: other fields than this version writes ({odd}); "
                 "move the file away and evaluate again"
             )
+        wrong = [name for name, value in row.items() if not fits(value, hints[name])]
+        if wrong:
+            raise ResultsError(
+                f"{path}, line {number}: {', '.join(wrong)} is not what this version writes; "
+                "move the file away and evaluate again"
+            )
         rows.append(row)
     return rows
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value that JSON gave is of the kind that a type hint says."""
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, one) for one in get_args(hint))
+    if origin in (list, tuple):
+        return isinstance(value, list) and all(fits(item, get_args(hint)[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(item, get_args(hint)[1]) for item in value.values())
+    if is_dataclass(hint):
+        hints = get_type_hints(hint)
+        return isinstance(value, dict) and all(
+            name in hints and fits(item, hints[name]) for name, item in value.items()
+        )
+    if hint is float:
+        return type(value) in (int, float)
+    return hint is Any or type(value) is (type(None) if hint is None else hint)
 
 
 def _whole(line: str) -> bool:

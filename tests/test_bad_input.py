@@ -1,0 +1,231 @@
+"""Whatever is thrown at the command line: exit code 0 or 2, one line, never a traceback, and no file changed on 2.
+
+2,000 mutated recipes, policy strings, data lines and checkpoint folders, the same ones in every run.
+"""
+
+import json
+import shutil
+import tomllib
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.training.small import TINY_RECIPE, contents
+from unmask.cli import main
+from unmask.training.recipe import _toml, load_recipe
+
+BASE = tomllib.loads(TINY_RECIPE)
+KEYS = [
+    *(f"{table}.{key}" for table, values in BASE.items() if isinstance(values, dict) for key in values),
+    *(key for key, value in BASE.items() if not isinstance(value, dict)),
+    *(f"saving.{key}" for key in ("every_seconds", "every_updates", "keep")),
+    *(f"order.{key}" for key in ("tau", "selection", "baseline", "denoiser_rate", "ema", "accumulate", "kl_weight")),
+    *("init", "precision", "compile", "trackers", "denoise.clip", "model.size", "denoise.max_bad"),
+]
+
+
+def thrown(examples):
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A recipe, a finished run that is evaluated, and one that was interrupted after a few checkpoints."""
+    folder = tmp_path_factory.mktemp("thrown")
+    (folder / "tiny.toml").write_text(TINY_RECIPE)
+    from tests.training.test_resume import stop_after
+    from unmask.training.run import train
+
+    train(load_recipe(folder / "tiny.toml"), folder / "run", cpu=True)
+    assert call("evaluate", folder / "run", "--cpu") == 0
+    patch = pytest.MonkeyPatch()
+    stop_after(patch, 5)
+    with pytest.raises(KeyboardInterrupt):
+        train(load_recipe(folder / "tiny.toml", ["saving.every_updates=1"]), folder / "interrupted", cpu=True)
+    patch.undo()
+    return folder
+
+
+def call(*arguments):
+    """The exit code.  Anything but SystemExit is a traceback, and fails the test."""
+    with pytest.raises(SystemExit) as end:
+        main([str(argument) for argument in arguments])
+    return end.value.code or 0
+
+
+def assert_refused_or_done(code, folder, before, err):
+    assert code in (0, 2)
+    if code == 2:
+        assert contents(folder) == before
+        assert err.startswith("unmask: ")
+        assert "Traceback" not in err
+
+
+scalars = st.one_of(
+    st.integers(-3, 5),
+    st.integers(),
+    st.floats(),
+    st.booleans(),
+    st.text(max_size=8),
+    st.sampled_from(["groups", "nonempty", "leave-one-out", "34m", "../..", "bf16", ""]),
+)
+values = st.one_of(scalars, st.lists(scalars, max_size=3), st.dictionaries(st.text(max_size=5), scalars, max_size=2))
+
+
+@st.composite
+def recipes(draw):
+    """The text of the tiny recipe with a few values set, taken away or invented, or with a few characters changed."""
+    recipe = json.loads(json.dumps(BASE))
+    for _ in range(draw(st.integers(1, 3))):
+        *tables, key = (draw(st.sampled_from(KEYS)) if draw(st.booleans()) else draw(st.text(max_size=9))).split(".")
+        table = recipe
+        for name in tables:
+            table = table.setdefault(name, {}) if isinstance(table, dict) else {}
+        if isinstance(table, dict):
+            if draw(st.integers(0, 3)) == 0:
+                table.pop(key, None)
+            else:
+                table[key] = draw(values)
+    text = "\n".join(_toml(recipe))
+    if draw(st.integers(0, 4)) == 0:
+        at = draw(st.integers(0, len(text)))
+        text = text[:at] + draw(st.text(max_size=3)) + text[at + draw(st.integers(0, 3)) :]
+    return text
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_recipes(place, tmp_path, capsys):
+    outcomes = set()
+
+    @thrown(1200)
+    @given(recipes())
+    def check(text):
+        path = tmp_path / "recipe.toml"
+        path.write_bytes(text.encode(errors="surrogatepass"))
+        before = contents(tmp_path)
+        capsys.readouterr()
+        code = call("recipe", "show", path)
+        said = capsys.readouterr()
+        assert_refused_or_done(code, tmp_path, before, said.err)
+        assert contents(tmp_path) == before
+        outcomes.add(code)
+        if code == 0:  # what is printed is the same recipe
+            shown = tmp_path / "shown.toml"
+            shown.write_text(said.out)
+            assert load_recipe(shown).to_json() == load_recipe(path).to_json()
+            shown.unlink()
+
+    check()
+    assert outcomes == {0, 2}, "the test has power on both sides"
+
+
+names = ["iid", "top-prob", "margin", "learned", "threshold", "klass", "eb", "blocks", "stochastic", "p2", "rdm", "dus"]
+policies = st.one_of(
+    st.sampled_from(names),
+    st.text(max_size=12),
+    st.builds("{}:{}".format, st.sampled_from(names), scalars),
+    st.builds("{}({},{})".format, st.sampled_from(names), scalars, scalars),
+    st.builds("{}({},{}({}))".format, st.sampled_from(names), scalars, st.sampled_from(names), scalars),
+)
+
+
+def test_policy_strings(place, capsys):
+    run, outcomes = place / "run", set()
+    before = contents(run)
+
+    @thrown(400)
+    @given(policies, st.integers(-1, 6))
+    def check(policy, steps):
+        capsys.readouterr()
+        code = call("evaluate", run, "--cpu", "--examples", 1, f"--policy={policy}", f"--steps={steps}")
+        assert_refused_or_done(code, run, before, capsys.readouterr().err)
+        outcomes.add(code)
+        for name in contents(run).keys() | before.keys():
+            (run / name).write_bytes(before[name])
+
+    check()
+    assert outcomes == {0, 2}
+
+
+@st.composite
+def damages(draw, text):
+    """A text with one line or a few characters of it changed."""
+    lines = text.split("\n")
+    at = draw(st.integers(0, len(lines) - 1))
+    how = draw(st.integers(0, 4))
+    if how == 0:
+        lines[at] = draw(st.text(max_size=20))
+    elif how == 1:
+        del lines[at]
+    elif how == 2:
+        lines.insert(at, draw(st.one_of(values, st.none()).map(json.dumps)))
+    elif how == 3 and lines[at].startswith("{"):
+        row = json.loads(lines[at])
+        row[draw(st.sampled_from([*row, "new"]))] = draw(st.one_of(values, st.none()))
+        lines[at] = json.dumps(row)
+    else:
+        cut = draw(st.integers(0, len(lines[at])))
+        lines[at] = lines[at][:cut] + draw(st.text(max_size=2)) + lines[at][cut + 1 :]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("name", ["results.jsonl", "verdicts.jsonl", "orders.jsonl", "recipe.json", "config.json"])
+def test_data_lines(place, capsys, name):
+    """The files of a run, as an editor or a bad disk may leave them."""
+    run = place / "run"
+    before = contents(run)
+
+    @thrown(60)
+    @given(damages(before[name].decode()))
+    def check(text):
+        (run / name).write_bytes(text.encode(errors="surrogatepass"))
+        damaged = contents(run)
+        capsys.readouterr()
+        code = call("evaluate", run, "--cpu")
+        assert_refused_or_done(code, run, damaged, capsys.readouterr().err)
+        for path in contents(run):
+            (run / path).write_bytes(before[path])
+
+    check()
+
+
+def test_checkpoint_folders(place, tmp_path, capsys):
+    """Files of a checkpoint cut, changed, taken away or added: the run goes on from another, to the same end."""
+    whole = contents(place / "interrupted")
+    files = sorted(name for name in whole if name.startswith("checkpoints/"))
+    end = contents(place / "run")["model.safetensors"]
+
+    @thrown(100)
+    @given(st.sampled_from(files), st.integers(0, 3), st.integers(0, 10**6), st.binary(max_size=8))
+    def check(name, how, at, data):
+        run = tmp_path / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(place / "interrupted", run)
+        path = run / name
+        content = whole[name]
+        at = at % (len(content) + 1)
+        if how == 0:
+            path.unlink()
+        elif how == 1:
+            path.write_bytes(content[:at])
+        elif how == 2:
+            path.write_bytes(content[:at] + data + content[at + len(data) :])
+        else:
+            (path.parent / "more.bin").write_bytes(data)
+            path.rename(path.with_name("odd"))
+        damaged = contents(run)
+        capsys.readouterr()
+        code = call("train", place / "tiny.toml", "--out", run, "--cpu")
+        assert_refused_or_done(code, run, damaged, capsys.readouterr().err)
+        assert code == 0
+        assert contents(run)["model.safetensors"] == end
+
+    check()
