@@ -371,7 +371,7 @@ def test_too_many_in_a_row_stop_the_run(tmp_path, steps):
     message = str(caught.value)
     assert message.startswith("stub, update 4: loss, elbo, gradient of the loud, gradient of the quiet not finite")
     assert "3 updates in a row" in message
-    assert ", ".join(map(str, batch_ids(0, 0, 4, stage()).tolist())) in message, "the examples of the last batch"
+    assert ", ".join(map(str, batch_ids(0, 0, 4, stage(), TASK).tolist())) in message, "the examples of the last batch"
     assert "learning rate" in message
     assert "\n" not in message
     assert len(steps) == 5

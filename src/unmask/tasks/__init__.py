@@ -19,6 +19,7 @@ TASKS = {
     "latin-square": "unmask.tasks.latin_square:LatinSquare",
     "parity-dag": "unmask.tasks.parity_dag:ParityDag",
     "gsm8k": "unmask.tasks.gsm8k:GSM8K",
+    "text": "unmask.tasks.text:Text",
 }
 
 

@@ -115,7 +115,7 @@ def run_stage(
                             seconds=round(state.seconds, 3),
                         )
                 if state.in_a_row == stage.max_bad:
-                    _give_up(name, state, stage, wrong, batch_ids(seed, index, update, stage), keeper)
+                    _give_up(name, state, stage, wrong, batch_ids(seed, index, update, stage, task), keeper)
                 if state.in_a_row or stop or due:
                     late = 0  # look closely: what is saved must be all that has happened, and nothing more
             if keeper is not None and (stop or due):
@@ -158,9 +158,15 @@ def run_stage(
     accelerator.free_memory()
 
 
-def batch_ids(seed: int, index: int, update: int, stage: Optimisation) -> Tensor:
-    """[B]: the examples of an update, over all processes and micro-batches."""
-    return integers(seed, Purpose.EXAMPLE, index, update * stage.batch + torch.arange(stage.batch))
+def batch_ids(seed: int, index: int, update: int, stage: Optimisation, task: Task) -> Tensor:
+    """[B]: the examples of an update, over all processes and micro-batches.
+
+    A task that goes through its data in an `order` of its own is asked for it; of any other, examples are drawn.
+    """
+    positions = update * stage.batch + torch.arange(stage.batch)
+    order = getattr(task, "order", None)
+    ids: Tensor = order(seed, index, positions) if order else integers(seed, Purpose.EXAMPLE, index, positions)
+    return ids
 
 
 MicroBatch = tuple[Examples, Tensor, Tensor]  # examples and their ids [b] on the device, stratified uniforms [b]
@@ -175,7 +181,7 @@ def _micro_batches(
     mine = torch.arange(accelerator.process_index, stage.batch, accelerator.num_processes)
     for micro in range(stage.accumulate):
         slots = mine[micro :: stage.accumulate]
-        ids = batch_ids(seed, index, update, stage)[slots]
+        ids = batch_ids(seed, index, update, stage, task)[slots]
         examples = task.examples(ids, "train")
         if not (examples.num_response > 0).all():
             empty = int(ids[examples.num_response == 0][0])

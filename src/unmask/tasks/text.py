@@ -1,0 +1,145 @@
+"""Texts of your own, from files that may be larger than memory: all of a text is generated, nothing is checked."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from unmask.streams import signed
+from unmask.tasks.shards import TokenCache, Visits, fingerprint, read_texts, write_cache
+from unmask.tasks.task import Examples, check_range
+
+
+@dataclass(frozen=True)
+class Text:
+    """Sequences of at most `length` tokens; a longer text is cut into several.  Every `test_every`th is held out."""
+
+    files: str = ""  # a path, in which * and ** may stand for many; .jsonl: an object a line, else a text a line
+    field: str = "text"  # the key of the text in an object
+    tokenizer: str = ""  # a tokenizer.json; "": one token a byte
+    length: int = 128
+    test_every: int = 100
+    window: int = 65536  # of the shuffle
+    bucket: int = 64  # so many sequences that follow one another are of about the same length; 0: of any
+    cache: str = ""  # a folder for the tokens; "": unmask/text in the user's cache
+
+    name = "text"
+    unconditional = True
+    min_steps = None
+    entropy = None
+
+    def __post_init__(self) -> None:
+        check_range(self, "length", 1)
+        check_range(self, "test_every", 2)
+        check_range(self, "window", 1)
+        check_range(self, "bucket", 0)
+
+    @cached_property
+    def shards(self) -> list[Path]:
+        found = [Path(path) for path in sorted(glob.glob(os.path.expanduser(self.files), recursive=True))]
+        if not found:
+            raise ValueError(f"task text: no file is called {self.files!r}: set files to the path of your texts")
+        return found
+
+    @cached_property
+    def vocabulary(self) -> tuple[str, ...]:
+        if self._tokenizer is None:
+            return tuple(f"<{byte:02X}>" for byte in range(256))
+        return tuple(word for word, _ in sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1]))
+
+    @property
+    def layout(self) -> tuple[tuple[int, ...], ...]:
+        return (tuple(range(self.length)),)
+
+    @property
+    def test_examples(self) -> int:
+        return len(self._cached("test"))
+
+    def order(self, seed: int, stage: int, positions: Tensor) -> Tensor:
+        """The ids of the training examples at these positions [B] of a stage: every text once an epoch.
+
+        An id tells the epoch too: what is drawn for an example is drawn anew each time that it comes.
+        """
+        visits = self._visits.setdefault((seed, stage), self._new_visits(seed, stage))
+        epoch, rows = visits.at(positions.numpy())
+        return torch.from_numpy(epoch * visits.rows + rows)
+
+    def examples(self, ids: Tensor, split: str) -> Examples:
+        if split not in ("train", "test"):
+            raise ValueError(f"unknown split {split!r}: use train or test")
+        cached = self._cached(split)
+        tokens, real = cached.padded(ids.numpy() % len(cached), self.length)
+        attention = torch.from_numpy(real)
+        return Examples(torch.from_numpy(tokens), response=attention, attention=attention.clone())
+
+    def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
+        """Whether the very text was written: there is no other check of a text."""
+        return ((tokens == examples.tokens) | ~examples.attention).all(-1)
+
+    def log_likelihood(self, tokens: Tensor, examples: Examples) -> None:
+        return None
+
+    def padding_share(self, batch: int, batches: int = 100) -> float:
+        """The share of padding in batches of so many sequences, each as long as its longest."""
+        visits = self._new_visits(0, 0)
+        rows = visits.at(np.arange(min(batch * batches, visits.rows) // batch * batch))[1].reshape(-1, batch)
+        lengths = visits.lengths(rows)
+        return 1 - float(lengths.sum() / (lengths.max(-1) * batch).sum())
+
+    @cached_property
+    def _visits(self) -> dict[tuple[int, int], Visits]:
+        return {}
+
+    def _new_visits(self, seed: int, stage: int) -> Visits:
+        cached = self._cached("train")
+        return Visits(len(cached), self.window, signed(seed * 7919 + stage), cached.lengths, self.bucket)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        if not self.tokenizer:
+            return None
+        try:
+            return Tokenizer.from_file(os.path.expanduser(self.tokenizer))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ValueError(f"task text: {self.tokenizer} is no tokenizer.json ({error})") from None
+
+    def _cached(self, split: str) -> TokenCache:
+        return self._caches[split]
+
+    @cached_property
+    def _caches(self) -> dict[str, TokenCache]:
+        """Both splits from the cache, which is made where it is not there yet."""
+        rules = "bytes" if self._tokenizer is None else self._tokenizer.to_str()
+        name = fingerprint(self.shards, rules, self.field, self.length, self.test_every)
+        root = Path(self.cache).expanduser() if self.cache else _default_cache()
+        found = {}
+        for split in ("train", "test"):
+            folder = root / f"{name}-{split}"
+            if not (folder / "cache.json").exists():
+                about = {"files": [path.name for path in self.shards], "split": split}
+                write_cache(folder, self._sequences(split), len(self.vocabulary), about)
+            found[split] = TokenCache(folder)
+            if not len(found[split]):
+                raise ValueError(f"task text: {self.files!r} has too few texts, none is left for the {split} split")
+        return found
+
+    def _sequences(self, split: str) -> Iterator[Sequence[int]]:
+        for number, (text, _) in zip(count(), read_texts(self.shards, self.field), strict=False):
+            if (number % self.test_every == self.test_every - 1) == (split == "test"):
+                tokens = list(text.encode()) if self._tokenizer is None else self._tokenizer.encode(text).ids
+                for first in range(0, len(tokens), self.length):
+                    yield tokens[first : first + self.length]
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unmask" / "text"

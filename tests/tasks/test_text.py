@@ -1,0 +1,186 @@
+"""Texts from files: streaming, the cache, the shuffle, and a run that is resumed in the middle of a shard."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training.small import contents
+from unmask.tasks import make_task
+from unmask.tasks.shards import Place, ShardError, TokenCache, Visits, read_texts
+from unmask.tasks.task import check_task
+from unmask.training.recipe import load_recipe
+from unmask.training.run import train
+
+LINES = [f"line {i} " + "x" * (i * 7 % 23) for i in range(40)]
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Two shards of objects and one of plain lines, with empty lines between."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": line, "id": 1}) + "\n\n" for line in LINES[:15]))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES[15:30]))
+    (tmp_path / "c.txt").write_text("\n".join(LINES[30:]))
+    return [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.txt")]
+
+
+def text(tmp_path, **options):
+    options = {
+        "files": str(tmp_path / "[abc].*"),
+        "cache": str(tmp_path / "cache"),
+        "length": 16,
+        "test_every": 5,
+        **options,
+    }
+    return make_task("text", **options)
+
+
+def test_every_text_in_its_order(shards):
+    assert [found for found, _ in read_texts(shards, "text")] == LINES
+
+
+def test_a_stream_goes_on_from_any_place(shards):
+    """In the middle of a shard too: the place behind a text is where the next one begins."""
+    places = [Place(), *(place for _, place in read_texts(shards, "text"))]
+    for number, place in enumerate(places):
+        assert [found for found, _ in read_texts(shards, "text", place)] == LINES[number:]
+
+
+@pytest.mark.parametrize("line", ['{"text": 3}', "[1]", "{", '{"other": "x"}', "null"])
+def test_a_bad_line_is_named(shards, line):
+    with shards[1].open("a") as file:
+        file.write("\n" + line + "\n")
+    with pytest.raises(ShardError, match=r"b\.jsonl, line 17: not an object with a text 'text'"):
+        list(read_texts(shards, "text"))
+    shards[1].write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ShardError, match=r"b\.jsonl, line 1: not UTF-8"):
+        list(read_texts(shards, "text"))
+
+
+def decoded(task, examples):
+    return [bytes(row[real].tolist()).decode() for row, real in zip(examples.tokens, examples.attention, strict=True)]
+
+
+def test_the_examples_are_the_texts(shards, tmp_path):
+    task = text(tmp_path)
+    check_task(task)
+    train_texts = [line for i, line in enumerate(LINES) if i % 5 != 4]
+    pieces = [line[i : i + 16] for line in train_texts for i in range(0, len(line), 16)]
+    assert decoded(task, task.examples(torch.arange(len(pieces)), "train")) == pieces
+    assert "".join(decoded(task, task.examples(torch.arange(task.test_examples), "test"))) == "".join(LINES[4::5])
+    examples = task.examples(torch.arange(5), "train")
+    assert torch.equal(examples.response, examples.attention)
+    assert task.valid(examples.tokens, examples).all()
+
+
+def test_the_cache_is_made_once_and_never_stale(shards, tmp_path):
+    first = text(tmp_path)
+    check_task(first)
+    made = contents(tmp_path / "cache")
+    check_task(text(tmp_path))
+    assert contents(tmp_path / "cache") == made
+    check_task(text(tmp_path, length=8))
+    assert len(contents(tmp_path / "cache")) == 2 * len(made), "other settings, another cache"
+    shards[1].write_text(shards[1].read_text().replace("line 19", "LINE 19"))
+    os.utime(shards[1], (0, 0))  # as long as before, and no newer
+    other = text(tmp_path)
+    ids = torch.arange(first.test_examples)
+    before, after = ("".join(decoded(task, task.examples(ids, "test"))) for task in (first, other))
+    assert after == before.replace("line 19", "LINE 19") != before
+
+
+def test_a_cut_off_cache_is_refused(shards, tmp_path):
+    check_task(text(tmp_path))
+    path = next((tmp_path / "cache").glob("*-train")) / "tokens.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ShardError, match="damaged: remove it"):
+        check_task(text(tmp_path))
+    with pytest.raises(ShardError, match="damaged"):
+        TokenCache(tmp_path)
+
+
+@pytest.mark.parametrize(("rows", "window", "bucket"), [(100, 30, 0), (100, 30, 4), (7, 100, 2), (64, 8, 1), (1, 1, 0)])
+def test_every_row_once_an_epoch(rows, window, bucket):
+    visits = Visits(rows, window, 3, lambda wanted: wanted * 7919 % 13, bucket)
+    epoch, found = visits.at(np.arange(3 * rows))
+    assert epoch.tolist() == [i // rows for i in range(3 * rows)]
+    epochs = found.reshape(3, rows)
+    assert (np.sort(epochs, axis=1) == np.arange(rows)).all()
+    if rows > 1:
+        assert (epochs[0] != epochs[1]).any()
+        assert (epochs[0] != np.arange(rows)).any()
+
+
+def test_a_position_can_be_asked_for_alone():
+    """So a run is resumed anywhere, and processes need not agree on a state."""
+    whole = Visits(100, 30, 3, lambda rows: rows % 7, 4).at(np.arange(250))[1]
+    again = Visits(100, 30, 3, lambda rows: rows % 7, 4)
+    for position in np.random.default_rng(0).permutation(250)[:40]:
+        assert again.at(np.array([position]))[1][0] == whole[position]
+    assert (Visits(100, 30, 4, lambda rows: rows % 7, 4).at(np.arange(250))[1] != whole).any(), "another seed"
+
+
+def test_the_shuffle_stays_in_its_window():
+    found = Visits(1000, 100, 0, lambda rows: rows, 0).at(np.arange(1000))[1].reshape(10, 100)
+    assert ((found // 100) == (found[:, :1] // 100)).all()
+
+
+def test_buckets_cut_the_padding(tmp_path):
+    draw = np.random.default_rng(0)
+    (tmp_path / "a.txt").write_text("\n".join("x" * n for n in draw.integers(1, 100, 3000)))
+    shares = [text(tmp_path, length=100, bucket=bucket).padding_share(32) for bucket in (0, 32)]
+    assert shares[0] > 0.4
+    assert shares[1] < 0.1
+
+
+RECIPE = """
+threads = 1
+[task]
+name = "text"
+files = "{folder}/[abc].*"
+cache = "{folder}/cache"
+length = 16
+test_every = 5
+window = 16
+bucket = 4
+[model]
+width = 16
+layers = 1
+heads = 2
+intermediate = 16
+[denoise]
+updates = 9
+batch = 8
+warmup = 1
+"""
+
+
+def test_a_run_is_resumed_in_the_middle_of_an_epoch(shards, tmp_path, monkeypatch):
+    from tests.training.test_resume import stop_after
+
+    (tmp_path / "text.toml").write_text(RECIPE.format(folder=tmp_path))
+    recipe = load_recipe(tmp_path / "text.toml", ["saving.every_updates=2"])
+    train(recipe, tmp_path / "alone", cpu=True)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 7)
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe, tmp_path / "run", cpu=True)
+    train(recipe, tmp_path / "run", cpu=True)
+    assert contents(tmp_path / "run")["model.safetensors"] == contents(tmp_path / "alone")["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"files": "nowhere/*.jsonl"}, "no file is called"),
+        ({"length": 0}, "length"),
+        ({"tokenizer": "nowhere.json"}, "no tokenizer.json"),
+        ({"test_every": 1000}, "none is left for the test split"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(shards, tmp_path, options, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        check_task(text(tmp_path, **options))
+    assert "\n" not in str(caught.value)
