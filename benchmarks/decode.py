@@ -430,9 +430,8 @@ What the engine does differently: it projects to the vocabulary only where the r
 unfinished sequences; for rules that do not ask the denoiser, such as iid, eagerly only what they reveal), in chunks, so
 that [B, L, V] never exists; it keeps a compiled step in one CUDA graph.
 
-At batch 1 an eager step is bound by the launching of kernels, not by the device, so there is nothing to win: the
-ratio there is that of the numbers of launches, and one policy misses its bar by a hundredth. With `compile=True`
-nothing is launched from the host but the graph.
+At batch 1 an eager step is bound by the launching of kernels, not by the device, so there is little to win: the ratio
+there is that of the numbers of launches. With `compile=True` nothing is launched from the host but the graph.
 
 `same_tokens` in the records is the share of tokens that agree. In float64 all agree; in float32 a difference can only
 start where two scores lie within 1e-5 of each other: `python benchmarks/decode.py check` shows both and fails otherwise
