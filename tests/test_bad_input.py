@@ -105,7 +105,7 @@ def recipes(draw):
 def test_recipes(place, tmp_path, capsys):
     outcomes = set()
 
-    @thrown(1200)
+    @thrown(1250)
     @given(recipes())
     def check(text):
         path = tmp_path / "recipe.toml"
@@ -203,7 +203,7 @@ def test_checkpoint_folders(place, tmp_path, capsys):
     files = sorted(name for name in whole if name.startswith("checkpoints/"))
     end = contents(place / "run")["model.safetensors"]
 
-    @thrown(100)
+    @thrown(50)
     @given(st.sampled_from(files), st.integers(0, 3), st.integers(0, 10**6), st.binary(max_size=8))
     def check(name, how, at, data):
         run = tmp_path / "run"

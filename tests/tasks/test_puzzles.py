@@ -17,7 +17,7 @@ from unmask.tasks.parity_dag import ParityDag
 from unmask.tasks.permutation import Permutation
 from unmask.tasks.task import Examples
 
-DEFAULT = [make_task(name) for name in TASKS if name != "gsm8k"]  # which is no puzzle
+DEFAULT = [make_task(name) for name in TASKS if name not in ("gsm8k", "text")]  # which is no puzzle
 OTHER = [
     Groups(seed=3, groups=3, group_size=2, symbols=26),
     Addition(seed=4, digits=2, ask="sum"),

@@ -246,6 +246,13 @@ WRONG_VALUES = [
     # out of range
     ("order.budget=0", "budget (T) must be at least 2, got 0"),
     ("order.budget=-3", "budget (T) must be at least 2, got -3"),
+    ("order.budget=1", "budget (T) must be at least 2, got 1: in one step everything is revealed"),
+    ("order.max_bad=0", "max_bad must be at least 1, got 0"),
+    ("order.restored_rate=0", "restored_rate must lie above 0 and be at most 1, got 0"),
+    ("order.on_collapse=ignore", "choose from report, restore"),
+    ("saving.keep=0", "keep must be at least 1, got 0"),
+    ("saving.every_seconds=-1", "every_seconds must be at least 0, got -1"),
+    ("saving.evry_seconds=1", "did you mean 'every_seconds'"),
     ("order.tau=0", "tau must be above 0, got 0"),
     ("order.tau=-0.1", "tau must be above 0, got -0.1"),
     ("order.trajectories=1", "trajectories (k) must be at least 2 with leave-one-out, got 1"),
@@ -409,3 +416,18 @@ def test_json_that_is_no_recipe():
         with pytest.raises(RecipeError) as caught:
             Recipe.from_json(text)
         assert "\n" not in str(caught.value)
+
+
+def test_an_order_that_nobody_learns_is_refused():
+    overrides = ["order.selector_rate=0", "order.scorer_rate=0", "order.denoiser_rate=1e-3"]
+    with pytest.raises(RecipeError, match="no order would be learned"):
+        load_recipe("groups", overrides)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_recipe_written_out_is_the_same_recipe(tmp_path, name):
+    recipe = load_recipe(name, ["init=runs/earlier"])  # without which some have no denoiser
+    path = tmp_path / "written.toml"
+    path.write_text(recipe.to_toml())
+    assert load_recipe(path) == recipe
+    assert "every_seconds = 60.0" in recipe.to_toml(), "what the file leaves out is there too"
