@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 import unmask
 from tests.test_report import LEARNED, heuristic
@@ -88,6 +89,46 @@ def test_train_writes_a_run_and_says_what_next(base, call, tmp_path):
     assert f"unmask evaluate {out}" in text.replace("\n", "")
     recipe = json.loads((out / "recipe.json").read_text())
     assert (recipe["order"]["budget"], recipe["seed"], recipe["order"]["trajectories"]) == (3, 5, 2)
+
+
+def test_a_recipe_for_a_gpu_runs_on_the_cpu_and_warns(base, call, tmp_path):
+    for option in ("compile=true", "precision=bf16"):
+        AcceleratorState._reset_state(reset_partial_state=True)  # a process has one precision
+        code, _, err = call("train", base / "tiny.toml", "--out", tmp_path / option, "--cpu", "--set", option)
+        assert code == 0, err
+        assert err.splitlines()[0].startswith("unmask: this recipe is meant for a GPU; on the CPU it may take days")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert "GPU" not in call("train", base / "tiny.toml", "--out", tmp_path / "plain", "--cpu")[2]
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "expected"),
+    [
+        ("denoise", [], "micro-batches of 8 sequences: run the same command with --set denoise.accumulate=2"),
+        ("order", ["order.accumulate=2"], "of 2 sequences: run the same command with --set order.accumulate=4"),
+        ("order", ["order.accumulate=4"], "out of GPU memory with one sequence at a time: use a smaller model"),
+    ],
+)
+def test_a_full_gpu(base, refused, tmp_path, monkeypatch, stage, options, expected):
+    """One line: which micro-batch to try, and that the run goes on."""
+    objective = {"denoise": "DenoiseObjective", "order": "OrderObjective"}[stage]
+
+    def full(self, *args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(f"unmask.training.objectives.{objective}.forward", full)
+    sets = [word for option in options for word in ("--set", option)]
+    message = refused("train", base / "tiny.toml", "--out", tmp_path / "run", *sets)
+    assert expected in message
+    assert ("goes on from its last checkpoint" in message) == ("one sequence at a time" not in expected)
+
+
+def test_a_full_gpu_in_evaluation(refused, run, monkeypatch):
+    def full(self, *args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Engine, "generate", full)
+    assert "out of GPU memory: try --cpu" in refused("evaluate", run, "--again")
 
 
 def test_train_never_overwrites_without_force(base, call, refused, run):
@@ -667,6 +708,69 @@ def test_more_examples_than_a_task_has(refused, run, monkeypatch):
     )
     assert "has 30 test examples" in refused("evaluate", run, "--bound", "--examples", "31")
     assert contents(run) == before
+
+
+def order_on_the_same_denoiser(base, call, tmp_path, *options):
+    """A copy of the frozen run, and a run whose order was learned on its denoiser with another seed."""
+    denoiser, order = tmp_path / "denoiser", tmp_path / "order"
+    shutil.copytree(base / "frozen", denoiser)
+    overrides = [f"init={denoiser}", "seed=1"]
+    words = [word for override in overrides for word in ("--set", override)]
+    recipe = tmp_path / "order.toml"
+    recipe.write_text(TINY_RECIPE.replace("[denoise]\nupdates = 3\nbatch = 8\nwarmup = 1\n", ""))
+    assert call("train", recipe, "--out", order, *words, *options)[0] == 0
+    return denoiser, order
+
+
+def test_heuristics_at_the_steps_of_an_order_in_another_run(base, call, refused, tmp_path):
+    denoiser, order = order_on_the_same_denoiser(base, call, tmp_path)
+    words = ["evaluate", denoiser, "--policy", "margin", "--seed", "0", "--against", order]
+    code, _, err = call("evaluate", order, "--policy", "learned", "--seed", "0", "--examples", "10")
+    assert code == 0, err
+    assert "has not been evaluated on 20 examples of test with the same settings" in refused(*words)
+    assert call("evaluate", order, "--policy", "learned", "--seed", "0")[0] == 0
+    before = len(json_lines(denoiser / "results.jsonl"))
+    code, text, err = call(*words)
+    assert code == 0, err
+    new = [(r["policy"], r["budget"]) for r in json_lines(denoiser / "results.jsonl")[before:]]
+    assert new == [("margin", 1), ("margin", 2), ("margin", 4)], "the recipe's 2 and 4, and the order's 1.x"
+    learned = json_lines(order / "results.jsonl")[-1]
+    assert (learned["trained_seed"], learned["seed"]) == (1, 0)
+    assert f"learned, T = 2: {learned['score']:.3f} valid in {learned['mean_steps']:.2f} steps" in text
+    assert "not comparable" not in text.lower()
+    call(*words, "--steps", "3")
+    new = [(r["policy"], r["budget"]) for r in json_lines(denoiser / "results.jsonl")[before + 3 :]]
+    assert new == [("margin", 3)], "and what was asked for"
+
+
+def test_an_order_of_another_denoiser_is_not_met(base, call, refused, tmp_path):
+    denoiser, order = order_on_the_same_denoiser(base, call, tmp_path, *JOINT)
+    assert call("evaluate", order, "--policy", "learned", "--seed", "0")[0] == 0
+    message = refused("evaluate", denoiser, "--policy", "margin", "--seed", "0", "--against", order)
+    assert "its order was learned on another denoiser" in message
+    assert "no --against" in refused("evaluate", denoiser, "--bound", "--against", order)
+    assert "results.jsonl is missing" in refused("evaluate", denoiser, "--against", tmp_path / "nothing")
+
+
+def test_a_split_that_a_task_does_not_have(refused, run):
+    before = contents(run)
+    assert "task groups has no held-out split 'dev'; choose from test" in refused("evaluate", run, "--split", "dev")
+    assert "no held-out split 'dev'" in refused("evaluate", run, "--bound", "--split", "dev")
+    assert contents(run) == before
+
+
+def test_half_precision_is_another_evaluation(call, run):
+    assert call("evaluate", run, "--bf16", "--policy", "top-prob", "--steps", "2")[0] == 0
+    record = json_lines(run / "results.jsonl")[-1]
+    assert (record["precision"], record["policy"], record["budget"]) == ("bf16", "top-prob", 2)
+    assert len(read_records(run / "results.jsonl")) == 8
+
+
+def test_a_label_is_what_records_call_the_model(base, call, tmp_path):
+    out = tmp_path / "run"
+    assert call("train", base / "tiny.toml", "--out", out, "--set", "model.label=tiny")[0] == 0
+    assert call("evaluate", out)[0] == 0
+    assert {record.model for record in read_records(out / "results.jsonl")} == {"tiny"}
 
 
 def test_runs_of_older_versions(call, run):

@@ -17,7 +17,9 @@ from unmask.comparison import (
     at_equal_steps,
     comparable,
     compare,
+    crossed_difference,
     curves,
+    gains,
     paired_difference,
 )
 from unmask.verdicts import Verdicts
@@ -252,6 +254,7 @@ OTHER = {
     "top_k": 5,
     "guidance": 1.5,
     "eos_policy": "min-length:20",
+    "precision": "bf16",
 }
 
 
@@ -274,6 +277,81 @@ def test_a_rule_on_two_denoisers_is_two_rules():
     """Never one end of an interpolation from one denoiser and the other end from another."""
     one, two = result(budget=1), result(budget=2, denoiser="ba9876543210")
     assert [c.score for c in compare([learned(), one, two])] == [None, None]
+
+
+def test_an_order_meets_only_rules_on_the_denoiser_that_it_names():
+    """Where its record names none, as those of older versions, any."""
+    one, two = result(budget=1), result(budget=2, denoiser="ba9876543210")
+    named = learned(plain_denoiser="ba9876543210")
+    assert [c.at_maximum for c in compare([named, one, two])] == [two.record]
+
+
+# --- several seeds ----------------------------------------------------------------------------------------------------
+
+
+def slow_crossed_bootstrap(differences, seed):
+    """The definition: draw orders and examples with replacement, and take the mean of the table that they span."""
+    draws, (S, E) = np.random.default_rng(seed), differences.shape
+    means = []
+    for _ in range(8000):
+        orders, examples = draws.integers(S, size=S), draws.integers(E, size=E)
+        means.append(differences[orders][:, examples].mean())
+    return np.array(means)
+
+
+def test_orders_and_examples_are_both_resampled():
+    """Three orders that differ: the interval is that of the definition, and wider than one over examples alone."""
+    draws = np.random.default_rng(3)
+    verdicts = draws.random((3, 150)) < np.array([[0.8], [0.6], [0.5]])
+    differences = verdicts - 0.7 * (draws.random(150) < 0.5)
+    found = crossed_difference(differences)
+    means = slow_crossed_bootstrap(differences, seed=4)
+    low, high = np.percentile(means, [2.5, 97.5])
+    assert found.mean == pytest.approx(differences.mean(), abs=1e-12)
+    assert abs(found.low - low) < 0.15 * means.std()
+    assert abs(found.high - high) < 0.15 * means.std()
+    alone = paired_difference(differences.mean(0), np.zeros(150))
+    assert found.high - found.low > 1.2 * (alone.high - alone.low)
+
+
+def test_one_order_has_the_interval_over_examples():
+    differences = np.random.default_rng(0).choice([-1.0, 0.0, 1.0], size=(1, 90))
+    crossed, paired = crossed_difference(differences), paired_difference(differences[0], np.zeros(90))
+    assert crossed == pytest.approx(paired, abs=0.02)
+
+
+def test_gains_by_hand():
+    """Two seeds, 2 and 1.75 steps: margin scores 4/8 at 2 steps and 1/8 at 1, iid nothing and top-prob 3/8 at both."""
+    orders = [learned("11111111", [2] * E, trained_seed=0), learned("11111100", trained_seed=1)]
+    rules = [result("margin", 1, "10000000"), result("margin", 2, "11110000")]
+    rules += [result("top-prob", budget, "11100000") for budget in (1, 2)]
+    rules += [result("entropy", budget, "11111100") for budget in (1, 2)]
+    rules += [result("klass", 1, "11111100")]
+    found = {gain.rival: gain for gain in gains([*orders, *rules])}
+    assert set(found) == {"margin", "top-prob", "entropy"}, "klass was not run at 2 steps"
+    margin = found["margin"]
+    at_equal = [0.5, 0.25 * 1 / 8 + 0.75 * 0.5]
+    assert margin.seed_gains == pytest.approx([1 - at_equal[0], 0.75 - at_equal[1]], abs=1e-6)
+    assert margin.gain == pytest.approx(sum(margin.seed_gains) / 2, abs=1e-6)
+    assert margin.rival_score == pytest.approx(sum(at_equal) / 2, abs=1e-6)
+    assert (margin.score, margin.mean_steps) == (0.875, 1.875)
+    assert margin.low < margin.gain < margin.high
+    assert [rival for rival, gain in found.items() if gain.best] == ["margin"], "entropy is none of the three"
+    assert (margin.seeds, margin.trained_budget, margin.joint) == ([0, 1], 2, False)
+
+
+def test_gains_keep_apart_what_differs_in_more_than_the_seed():
+    rules = [result("margin", budget, "10000000") for budget in (1, 2)]
+    plain, joint = rules[0].record.denoiser, learned(denoiser="ba9876543210", plain_denoiser=rules[0].record.denoiser)
+    other = [r._replace(record=dataclasses.replace(r.record, split="test2")) for r in (learned(), *rules)]
+    found = gains([learned(plain_denoiser=plain), joint, *rules, *other])
+    assert [(gain.joint, gain.split, len(gain.seeds)) for gain in found] == [
+        (False, "test", 1),
+        (True, "test", 1),
+        (False, "test2", 1),
+    ]
+    without = [r._replace(verdicts=None) for r in (learned(), *rules)]
+    assert gains(without) == []
 
 
 # --- the area ---------------------------------------------------------------------------------------------------------

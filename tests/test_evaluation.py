@@ -25,6 +25,7 @@ from unmask.decoding.policies import (
 )
 from unmask.decoding.tokens import TokenChoice
 from unmask.evaluation import (
+    HalfTrunk,
     Record,
     device_name,
     evaluate,
@@ -37,6 +38,7 @@ from unmask.evaluation import (
 from unmask.tasks.chain import Chain
 from unmask.tasks.groups import Groups
 from unmask.tasks.latin_square import LatinSquare
+from unmask.tasks.task import on_split
 from unmask.variational.enumeration import TinyModel, exact_bound
 from unmask.verdicts import VerdictFile
 
@@ -105,6 +107,7 @@ ISSUE_FIELDS = [
 EXTRAS = [
     *("nothing_selected", "distinct", "distinct_low", "distinct_high"),
     *("top_p", "top_k", "guidance", "mean_passes", "mean_revisions"),
+    *("trained_seed", "plain_denoiser", "precision", "score_flexible", "overlong"),
 ]
 
 
@@ -154,6 +157,63 @@ def exact_conditionals(task):
 def run(model, policy, budget, task=TASK, examples=60, **options):
     settings = {"examples": examples, "choice": SAMPLED, "seed": 0, "label": "stub", **options}
     return evaluate(model, task, policy, budget, **settings)[:2]
+
+
+def test_the_trunk_in_half_precision():
+    """Other hidden states, by a rounding; logits in float32; another evaluation, of the same weights."""
+    model = small_model(longest=4).float()
+    tokens = torch.tensor([[0, 1, 3, 3]])
+    half = HalfTrunk(model.denoiser)
+    exact = model.denoiser.hidden(tokens)
+    assert half.hidden(tokens).dtype == half.logits(half.hidden(tokens)).dtype == torch.float32
+    assert 0 < (half.hidden(tokens) - exact).abs().max() < 0.02 * exact.abs().max()
+    full, rounded = (run(model, TopProbability(), 2, precision=precision)[0] for precision in ("no", "bf16"))
+    assert (full.precision, rounded.precision) == ("no", "bf16")
+    assert full.denoiser == rounded.denoiser
+
+
+def test_a_learned_order_is_named_by_its_seed_and_its_rivals(tmp_path):
+    model, policy = learned_model()
+    plain = small_model(seed=5)
+    record = run(model, policy, 2, trained_seed=7, plain=plain)[0]
+    assert (record.trained_seed, record.plain_denoiser) == (7, weights_hash(plain.denoiser))
+    record = run(model, IID(), 2, trained_seed=7, plain=plain)[0]
+    assert (record.trained_seed, record.plain_denoiser) == (None, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoWays(Groups):
+    """A puzzle with two held-out splits, a second score, and examples that are too long."""
+
+    held_out: str = "near"
+    held_out_splits = ("near", "far")
+
+    def valid_flexible(self, tokens, examples):
+        return torch.arange(len(tokens)) % 2 == 0
+
+    def overlong(self, ids):
+        return ids % 10 == 0
+
+
+def test_what_a_task_may_say_of_its_held_out_examples(tmp_path, monkeypatch):
+    """The split by its name, a second score from the same tokens, and how many count as wrong; resumed alike."""
+    monkeypatch.setattr(evaluation, "CHUNK", 20)
+    task = TwoWays(groups=2, group_size=2, symbols=3)
+    stream = VerdictFile(tmp_path / "verdicts.jsonl")
+    record = run(always(VALID), Margin(), 2, task=task, stream=stream)[0]
+    assert (record.split, record.score_flexible, record.overlong) == ("near", 0.5, 6)
+    assert run(always(VALID), Margin(), 2, task=task, stream=VerdictFile(stream.path))[0] == record
+    far = on_split(task, "far")
+    record = run(always(VALID), Margin(), 2, task=far, stream=stream)[0]
+    assert record.split == "far"
+    assert len(json_lines(stream.path)) == 6, "another evaluation"
+    plain = run(always(VALID), Margin(), 2)[0]
+    assert (plain.split, plain.score_flexible, plain.overlong) == ("test", None, None)
+    assert on_split(task, "near") is task
+    with pytest.raises(ValueError, match=r"no held-out split 'fra'; did you mean 'far'\? choose from near, far"):
+        on_split(task, "fra")
+    with pytest.raises(ValueError, match="task groups has no held-out split 'near'; choose from test"):
+        on_split(TASK, "near")
 
 
 VALID = TASK.examples(torch.tensor([0]), "test").tokens[0].tolist()

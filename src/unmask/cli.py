@@ -6,14 +6,14 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 import unmask
+from unmask.reproduction import known_studies
 from unmask.training.recipe import known_recipes, load_recipe
 
 if TYPE_CHECKING:
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     from unmask.comparison import Result
     from unmask.decoding.policies import Policy
-    from unmask.decoding.stepper import Denoiser
     from unmask.decoding.tokens import TokenChoice
     from unmask.evaluation import Record
     from unmask.models.order_model import OrderModel
     from unmask.tasks.task import Task
     from unmask.training.recipe import Recipe
+    from unmask.writing import Span, Writing
 
 app = typer.Typer(
     help="Learn the order in which a masked diffusion model writes, and compare it with other unmasking rules.",
@@ -48,6 +48,10 @@ Force = Annotated[
 Cpu = Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where a GPU is present.")]
 Run = Annotated[Path, typer.Argument(help="Folder of a finished run.", show_default=False)]
 
+Split = Annotated[
+    str | None,
+    typer.Option(help="The held-out split, where the task has several.", show_default="the recipe's"),
+]
 TopP = Annotated[float, typer.Option(help="Sample among the fewest tokens that hold this much of the mass.")]
 TopK = Annotated[int, typer.Option(help="Sample among this many most probable tokens; 0: all.")]
 
@@ -67,6 +71,11 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
     except (ValueError, OSError) as error:
         _refuse(str(error))
+        sys.exit(2)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which may not have been imported
+            raise
+        _refuse("out of GPU memory: try --cpu, or wait until nothing else is on the GPU")
         sys.exit(2)
     if code == 130:  # typer turns Ctrl-C into this
         _refuse("interrupted; start training again with --force; `unmask evaluate` goes on where it stopped")
@@ -136,10 +145,31 @@ def train(
     cpu: Cpu = False,
 ) -> None:
     """Train what a recipe says: a denoiser, an order for it, or both."""
+    import torch
+
     from unmask.training.run import train as train_run
 
-    train_run(load_recipe(recipe, set_ or []), out, force=force, cpu=cpu)
+    wanted = load_recipe(recipe, set_ or [])
+    try:
+        train_run(wanted, out, force=force, cpu=cpu)
+    except torch.OutOfMemoryError:
+        raise ValueError(_smaller_batches(wanted, out)) from None
     typer.echo(f"model: {out}   next: unmask evaluate {out}")
+
+
+def _smaller_batches(recipe: Recipe, out: Path) -> str:
+    """What to do when the GPU's memory is full: the next number of micro-batches that divides the batch."""
+    ordering = recipe.order is not None and (not recipe.denoise or (out / "denoiser").exists())
+    name, how = ("order", recipe.order) if ordering else ("denoise", recipe.denoise)
+    assert how is not None
+    smaller = [count for count in range(how.accumulate + 1, how.batch + 1) if how.batch % count == 0]
+    if not smaller:
+        return "out of GPU memory with one sequence at a time: use a smaller model, or a larger GPU"
+    return (
+        f"out of GPU memory with micro-batches of {how.batch // how.accumulate} sequences: run the same command with "
+        f"--set {name}.accumulate={smaller[0]} --allow-change, which makes them {how.batch // smaller[0]}; the run "
+        "goes on from its last checkpoint"
+    )
 
 
 @app.command()
@@ -156,7 +186,16 @@ def evaluate(
             show_default="the recipe's, and what a comparison at the learned order's steps needs",
         ),
     ] = None,
-    examples: Annotated[int | None, typer.Option(min=1, help="Test examples.", show_default="the recipe's")] = None,
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Heuristics also at what a comparison with the learned order of this run needs, which was learned on "
+            "the same denoiser and has been evaluated; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    split: Split = None,
+    examples: Annotated[int | None, typer.Option(min=1, help="Held-out examples.", show_default="the recipe's")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.", show_default="the recipe's")] = None,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -174,6 +213,9 @@ def evaluate(
     compile: Annotated[
         bool, typer.Option("--compile", help="Fixed shapes and torch.compile, on CUDA as graphs: for many examples.")
     ] = False,
+    bf16: Annotated[
+        bool, typer.Option("--bf16", help="The denoiser's trunk in bfloat16, scores in float32: faster on a GPU.")
+    ] = False,
     bound: Annotated[bool, typer.Option("--bound", help="The held-out bound instead, in nats a token.")] = False,
     trajectories: Annotated[int, typer.Option(min=1, help="Trajectories a sequence and time, with --bound.")] = 8,
     cpu: Cpu = False,
@@ -184,24 +226,98 @@ def evaluate(
     """
     tokens = TokenOptions(temperature, top_p, top_k, guidance, min_length, stop_at_eos)
     if bound:
-        if policy or steps or tokens != TokenOptions():
+        if policy or steps or against or bf16 or tokens != TokenOptions():
             raise ValueError(
-                "--bound takes no --policy, no --steps and nothing that chooses tokens, such as --temperature: "
-                "it is a number of the trained model"
+                "--bound takes no --policy, no --steps, no --against, no --bf16 and nothing that chooses tokens, such "
+                "as --temperature: it is a number of the trained model"
             )
-        _evaluate_bound(run, examples, trajectories, seed, cpu)
+        _evaluate_bound(run, examples, trajectories, seed, cpu, split)
     else:
-        _evaluate_run(run, policy or [], steps or [], examples, tokens, seed, again=again, compile=compile, cpu=cpu)
+        _evaluate_run(
+            run,
+            policy or [],
+            steps or [],
+            examples,
+            tokens,
+            seed,
+            against=against or [],
+            split=split,
+            again=again,
+            compile=compile,
+            bf16=bf16,
+            cpu=cpu,
+        )
+
+
+@app.command()
+def reproduce(
+    study: Annotated[
+        str, typer.Argument(help=f"A TOML file, or one that comes with unmask: {', '.join(known_studies())}.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write: one for each run, and results.")],
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this: a run, all seeds of one, or a split. May be repeated.", show_default="all"),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Override a value of every recipe: task.folder=DATA; of one: NAME:order.updates=9."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and do nothing.")] = False,
+    cpu: Cpu = False,
+) -> None:
+    """Do a whole experiment: one command a stage, each of them once.
+
+    Every run, every evaluation, and their records side by side in OUT/results.  After a crash, or with more stages, the
+    same call goes on where it stopped.
+    """
+    from unmask.reproduction import Reproduction, load_study, written
+
+    started = time.perf_counter()
+    whole = Reproduction(*load_study(study), out, set_ or [], cpu, command=_command, say=typer.echo)
+    if dry_run:
+        for planned in whole.stages(stage or []):
+            typer.echo(written(whole.known(planned)))
+        return
+    whole.run(stage or [])
+    typer.echo(f"records: {whole.records}   ({time.perf_counter() - started:.0f} s)")
+
+
+def _command(arguments: list[str]) -> None:
+    """A command of this command line in this process; errors are raised, and so is Ctrl-C."""
+    code = app(arguments, prog_name="unmask", standalone_mode=False)
+    if code == 130:
+        raise KeyboardInterrupt
+    if code:
+        raise typer.Exit(code)
 
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of evaluated runs.", show_default=False)],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Folders of evaluated runs; with --markdown the folder of records.", show_default=False),
+    ],
     out: Annotated[
         Path | None, typer.Option(help="The page to write.", show_default="report.html in the first run")
     ] = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(help="Write the tables and plots of the studies in a folder of records into this page instead."),
+    ] = None,
 ) -> None:
-    """Draw the results of one or more runs as one self-contained HTML page."""
+    """Draw the results of one or more runs as one self-contained HTML page.
+
+    With --markdown, the records that `unmask reproduce` left in OUT/results become part of a Markdown page.
+    """
+    if markdown is not None:
+        from unmask.results_page import write_page
+
+        if out is not None or len(runs) != 1:
+            raise ValueError("--markdown takes one folder of records, such as OUT/results, and no --out")
+        write_page(markdown, runs[0])
+        typer.echo(f"page: {markdown}")
+        return
     page = out or runs[0] / "report.html"
     _write_report(runs, page)
     typer.echo(f"report: {page}")
@@ -229,86 +345,128 @@ def policies() -> None:
 def sample(
     run: Run,
     policy: Annotated[
-        str, typer.Option(help="A rule, see `unmask policies`.", show_default="learned if there is one")
-    ] = "",
+        list[str] | None,
+        typer.Option(help="A rule, see `unmask policies`; may be repeated.", show_default="learned if there is one"),
+    ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Budget of steps.", show_default="the learned budget, or 4")
     ] = None,
-    num: Annotated[int, typer.Option(min=1, help="How many sequences.")] = 4,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 1.0,
+    num: Annotated[int, typer.Option(min=1, help="How many examples.")] = 4,
+    example: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="The number of an example; may be repeated.", show_default="the first ones"),
+    ] = None,
+    find: Annotated[
+        str,
+        typer.Option(
+            help="The first examples where the rules are, in their order, right or wrong: right,wrong.",
+            show_default=False,
+        ),
+    ] = "",
+    split: Split = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.", show_default="the recipe's")] = None,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     trace: Annotated[bool, typer.Option("--trace", help="Print every step of the unmasking.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Draw every step as a picture, into this file.")] = None,
 ) -> None:
     """Generate, and show what was written when: every token is coloured by the step that revealed it."""
-    import torch
-
-    from unmask.decoding.generate import generate
     from unmask.decoding.policies import NetworkPolicy
     from unmask.evaluation import policy_named
+    from unmask.writing import picture, write
 
-    model, plain, task = _load(run, cpu=True)[:3]
-    rule = policy_named(policy or ("learned" if model.selector is not None else "top-prob"), model)
-    denoiser = (model if isinstance(rule, NetworkPolicy) else plain).denoiser
-    choice = TokenOptions(temperature, top_p, top_k).choice(task, temperature)
+    model, plain, task, recipe = _load(run, cpu=True, split=split)
+    names = policy or ["learned" if model.selector is not None else "top-prob"]
+    rules = [policy_named(name, model) for name in names]
+    wanted = _right_or_wrong(find, len(rules))
+    choice = TokenOptions(temperature, top_p, top_k).choice(task, recipe.evaluate.temperature)
     budget = steps or (model.selector.budgets[0] if model.selector is not None else 4)
-    truth = task.examples(torch.arange(num), "test")
-    canvas = torch.where(truth.response, denoiser.mask_token_id, truth.tokens)
-    console, watched = _console(), _Watched(denoiser)
-    for row in range(num):  # one by one, so that every pass is seen; a batch would give the same
-        watched.passes.clear()
-        out = generate(
-            watched,
-            canvas[row : row + 1],
-            rule,
-            budget,
-            seed=seed,
-            ids=torch.tensor([row]),
-            attention=truth.attention[row : row + 1],
-            **vars(choice),
-        )
-        kept, count = out.attention[0], int(out.num_steps)
-        valid = task.valid(out.tokens, truth.only(row))[0]
-        if row == 0:
-            steps_shown = "  ".join(f"[{_colour(i)}]{i}[/]" for i in range(budget))
-            console.print(f"step  {steps_shown}   [dim]prompt[/]   · mask")
-        when = torch.full_like(out.tokens[0], -1)
-        for i, (before, after) in enumerate(pairwise([*watched.passes, out.tokens[0]])):
-            revealed = (before == denoiser.mask_token_id) & (after != denoiser.mask_token_id)
-            when = torch.where(revealed, i, when)
-            if trace:
-                console.print(f"  {i}   " + _line(after[kept].tolist(), when[kept].tolist(), task.vocabulary))
-        shown = _line(out.tokens[0][kept].tolist(), out.reveal_step[0][kept].tolist(), task.vocabulary)
-        verdict = "valid" if valid else "not valid"
-        console.print(f"  {'=' if trace else ' '}   {shown}   {count} steps, {verdict}")
+    limit = getattr(task, "test_examples", None)
+    if limit is not None and (beyond := [i for i in example or [] if i >= limit]):
+        raise ValueError(f"task {task.name} has the examples 0 to {limit - 1}: no --example {beyond[0]}")
+    many = limit or max(SEARCHED, num)
+    candidates = example or range(many if wanted else min(num, many))
+    console, found = _console(), list[Any]()
+    if not wanted:
+        _print_legend(console, budget)
+    with _progress("looking", len(candidates)) if wanted else nullcontext() as advance:
+        for number in candidates:
+            written = [
+                write(
+                    (model if isinstance(rule, NetworkPolicy) else plain).denoiser,
+                    task,
+                    rule,
+                    budget,
+                    number,
+                    choice,
+                    seed,
+                )
+                for rule in rules
+            ]
+            if advance is not None:
+                advance(1)
+            if wanted and [writing.valid for writing in written] != wanted:
+                continue
+            found.append(written)
+            if not wanted:
+                _print_writing(console, written, trace)
+            elif len(found) == num:
+                break
+    if wanted and not found:
+        raise ValueError(f"in none of {len(candidates)} examples are {', '.join(names)} {find}")
+    if wanted:
+        _print_legend(console, budget)
+        for written in found:
+            _print_writing(console, written, trace)
+    if svg is not None:
+        svg.parent.mkdir(parents=True, exist_ok=True)
+        svg.write_text(picture([writing for written in found for writing in written]))
+        typer.echo(f"picture: {svg}")
 
 
-class _Watched:
-    """A denoiser that keeps the canvas [L] of every pass over one sequence."""
-
-    def __init__(self, denoiser: Denoiser) -> None:
-        self.denoiser, self.mask_token_id, self.passes = denoiser, denoiser.mask_token_id, list[Any]()
-
-    def hidden(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
-        self.passes.append(tokens[0].clone())
-        return self.denoiser.hidden(tokens, attention)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.denoiser.logits(hidden)
+SEARCHED = 1000  # examples that `sample --find` looks at where a task has no end of them
 
 
-def _line(tokens: list[int], when: list[int], vocabulary: Sequence[str]) -> str:
-    """A sequence, every token coloured by the step that revealed it; what is masked is a dot."""
+def _right_or_wrong(find: str, rules: int) -> list[bool]:
+    words = [word.strip() for word in find.split(",")] if find else []
+    if words and (len(words) != rules or not set(words) <= {"right", "wrong"}):
+        raise ValueError(f"--find takes right or wrong for each --policy, such as right,wrong for two, not {find!r}")
+    return [word == "right" for word in words]
+
+
+def _print_legend(console: Console, budget: int) -> None:
+    shown = "  ".join(f"[{_colour(i)}]{i}[/]" for i in range(budget))
+    console.print(f"step  {shown}   [dim]prompt[/]   · mask")
+
+
+def _print_writing(console: Console, written: Sequence[Writing], trace: bool) -> None:
+    """What the rules wrote for one example; where it has a question, that first."""
+    from rich.markup import escape
+
+    from unmask.writing import outcome
+
+    if written[0].question:
+        console.print(f"\n[bold]{written[0].example}[/]  {escape(written[0].question)}")
+        console.print(f"[dim]answer:[/] {escape(written[0].wanted)}")
+    for writing in written:
+        if len(written) > 1:
+            console.print(f"{escape(writing.policy)}:")
+        for i, frame in enumerate(writing.frames if trace else []):
+            console.print(f"  {i}   {_line(frame)}")
+        console.print(f"  {'=' if trace else ' '}   {_line(writing.result)}   {outcome(writing)}")
+
+
+def _line(spans: Sequence[Span]) -> str:
+    """Every token in the colour of the step that revealed it."""
     from rich.markup import escape
 
     shown = []
-    for token, step in zip(tokens, when, strict=True):
-        if token >= len(vocabulary):
-            shown.append("·")
-        else:
-            shown.append(f"[{'dim' if step < 0 else _colour(step)}]{escape(vocabulary[token])}[/]")
-    return " ".join(shown)
+    for span in spans:
+        style = "dim" if span.step == -1 else "" if span.step is None else _colour(span.step)
+        style = f"dim {style}" if span.is_end else style
+        shown.append(f"[{style}]{escape(span.text)}[/]" if style and span.text.strip() else escape(span.text))
+    return "".join(shown)
 
 
 def _colour(step: int) -> str:
@@ -372,23 +530,28 @@ def _evaluate_run(
     tokens: TokenOptions | None = None,
     seed: int | None = None,
     *,
+    against: Sequence[Path] = (),
+    split: str | None = None,
     again: bool = False,
     compile: bool = False,
+    bf16: bool = False,
     cpu: bool = False,
 ) -> list[Record]:
     """Evaluate policies x budgets, the recipe's where none are named; print the tables and add to the run's results.
 
-    Without `budgets`, heuristics also run at those that a comparison with the learned order needs.
+    Without `budgets`, heuristics also run at those that a comparison with the learned order needs; and always at those
+    that one with the orders of the runs `against` needs.
     """
     from unmask.comparison import Result
     from unmask.decoding.policies import NetworkPolicy
     from unmask.evaluation import evaluate as evaluate_policy
-    from unmask.evaluation import policy_named, response_sizes
+    from unmask.evaluation import policy_named, response_sizes, weights_hash
     from unmask.jsonl import append_jsonl
     from unmask.report import read_orders, read_records, table
+    from unmask.tasks.task import held_out_split
     from unmask.verdicts import VerdictFile
 
-    model, plain, task, recipe = _load(run, cpu)
+    model, plain, task, recipe = _load(run, cpu, split)
     settings = recipe.evaluate
     names = list(policies) or [*(["learned"] if model.selector is not None else []), *settings.policies]
     own = list(model.selector.budgets) if model.selector is not None else []
@@ -410,6 +573,16 @@ def _evaluate_run(
         if left_out := [str(budget) for budget in wanted if budget not in fitting]:
             typer.echo(f"unmask: {rule.name} cannot run at {', '.join(left_out)} steps: left out", err=True)
         (learned if is_learned else heuristics).extend((rule, budget) for budget in fitting)
+    sampling = recipe.seed if seed is None else seed
+    way: dict[str, Any] = {
+        **{name: getattr(choice, name) for name in ("temperature", "top_p", "top_k", "guidance", "eos_policy")},
+        "task": task.name,
+        "split": held_out_split(task),
+        "num_examples": number,
+        "seed": sampling,
+        "precision": "bf16" if bf16 else "no",
+    }
+    elsewhere = [result for other in against for result in _learned_in(other, way, weights_hash(plain.denoiser))]
     results, orders = run / "results.jsonl", run / "orders.jsonl"
     recorded = read_records(results) if results.exists() else []
     pictured, stream = read_orders(orders), VerdictFile(run / "verdicts.jsonl")
@@ -425,8 +598,11 @@ def _evaluate_run(
                     budget,
                     examples=number,
                     choice=choice,
-                    seed=recipe.seed if seed is None else seed,
+                    seed=sampling,
                     label=_label(recipe),
+                    trained_seed=recipe.seed,
+                    plain=plain,
+                    precision=way["precision"],
                     stream=stream,
                     again=again,
                     compile=compile,
@@ -440,15 +616,40 @@ def _evaluate_run(
         return found
 
     compared = evaluated(learned) if learned else []
-    if not budgets:
-        heuristics = _with_equal_steps(heuristics, compared, sizes)
+    met = [*([] if budgets else compared), *elsewhere]
+    heuristics = _with_equal_steps(heuristics, met, sizes) if met else heuristics
+    compared += elsewhere
     compared += evaluated(heuristics) if heuristics else []
-    if not budgets and (further := _one_step_more(heuristics, compared, sizes)):
+    if further := _one_step_more(heuristics, met, compared, sizes):
         compared += evaluated(further)
     records = [result.record for result in compared]
-    _console().print(table(records, _title(run), _caption(run, records)))
+    on = f", {held_out_split(task)}" if hasattr(task, "held_out_splits") else ""
+    _console().print(table(records, _title(run, task) + on, _caption(recipe, records)))
     _print_comparisons(compared)
     return records
+
+
+def _learned_in(run: Path, asked: dict[str, Any], denoiser: str) -> list[Result]:
+    """The learned orders of another run, evaluated as `asked` and learned on the denoiser with this hash."""
+    from unmask.comparison import results
+    from unmask.report import read_records
+    from unmask.verdicts import VerdictFile
+
+    found = [
+        record
+        for record in read_records(run / "results.jsonl")
+        if record.trained_budget is not None and all(getattr(record, name) == asked[name] for name in asked)
+    ]
+    if not found:
+        raise ValueError(
+            f"--against {run}: its learned order has not been evaluated on {asked['num_examples']} examples of "
+            f"{asked['split']} with the same settings: run `unmask evaluate {run} --policy learned` with them first"
+        )
+    if any(record.plain_denoiser != denoiser for record in found):
+        raise ValueError(
+            f"--against {run}: its order was learned on another denoiser, so nothing here compares with it"
+        )
+    return results(found, VerdictFile(run / "verdicts.jsonl"))
 
 
 def _with_equal_steps(
@@ -478,19 +679,18 @@ def _can_run(rule: Policy, budget: int, sizes: Tensor) -> bool:
 
 
 def _one_step_more(
-    heuristics: Sequence[tuple[Policy, int]], compared: Sequence[Result], sizes: Tensor
+    heuristics: Sequence[tuple[Policy, int]], learned: Sequence[Result], compared: Sequence[Result], sizes: Tensor
 ) -> list[tuple[Policy, int]]:
     """What else a comparison needs of rules that take a little less than their budget, as iid does."""
     reached = {(result.record.policy, result.record.budget): result.mean_steps for result in compared}
     needed: dict[tuple[str, int], tuple[Policy, int]] = {}
-    for result in compared:
-        if result.record.trained_budget is not None:
-            ceiling = math.ceil(result.mean_steps)
-            for rule, budget in heuristics:
-                more = (rule.name, budget + 1)
-                short = budget == ceiling and reached[rule.name, budget] < result.mean_steps
-                if short and more not in reached and _can_run(rule, budget + 1, sizes):
-                    needed[more] = (rule, budget + 1)
+    for result in learned:
+        ceiling = math.ceil(result.mean_steps)
+        for rule, budget in heuristics:
+            more = (rule.name, budget + 1)
+            short = budget == ceiling and reached[rule.name, budget] < result.mean_steps
+            if short and more not in reached and _can_run(rule, budget + 1, sizes):
+                needed[more] = (rule, budget + 1)
     return list(needed.values())
 
 
@@ -506,14 +706,16 @@ def _print_comparisons(results: Sequence[Result]) -> None:
         _console().print(area_table(rows))
 
 
-def _evaluate_bound(run: Path, examples: int | None, trajectories: int, seed: int | None, cpu: bool) -> None:
+def _evaluate_bound(
+    run: Path, examples: int | None, trajectories: int, seed: int | None, cpu: bool, split: str | None = None
+) -> None:
     import json
     from dataclasses import asdict
 
     from unmask.evaluation import evaluate_bound
     from unmask.report import bound_table
 
-    model, plain, task, recipe = _load(run, cpu)
+    model, plain, task, recipe = _load(run, cpu, split)
     if model.selector is None:
         raise ValueError(f"{run} has no learned order, so it has no order bound: train one with an [order] section")
     number = examples or recipe.evaluate.examples
@@ -547,16 +749,17 @@ def _write_report(runs: list[Path], page: Path) -> None:
         records, orders = read_records(run / "results.jsonl"), read_orders(run / "orders.jsonl")
         if not records:
             raise ValueError(f"{run}/results.jsonl is empty: run `unmask evaluate {run}` first")
+        recipe, task = load_task(run)
         sections.append(
             Section(
-                _title(run),
-                _caption(run, records),
+                _title(run, task),
+                _caption(recipe, records),
                 records,
                 orders,
                 read_bound(run / "bound.json"),
                 compare(results(records, VerdictFile(run / "verdicts.jsonl"))),
                 name if names.count(name) == 1 else str(run),
-                json.dumps(load_task(run)[0].task, sort_keys=True),
+                json.dumps(recipe.task, sort_keys=True),
             )
         )
     write_html(page, sections)
@@ -566,7 +769,9 @@ def _write_report(runs: list[Path], page: Path) -> None:
 
 
 def _label(recipe: Recipe) -> str:
-    """What records call a model: the name of its size, or layers x width."""
+    """What records call a model: its label, the name of its size, or layers x width."""
+    if recipe.model.label:
+        return recipe.model.label
     if recipe.init:
         return Path(recipe.init).name
     if recipe.model.causal:
@@ -574,11 +779,8 @@ def _label(recipe: Recipe) -> str:
     return recipe.model.size or f"{recipe.model.layers}x{recipe.model.width}"
 
 
-def _title(run: Path) -> str:
+def _title(run: Path, task: Task) -> str:
     """The task of a run with all that is known about it."""
-    from unmask.training.run import load_task
-
-    _, task = load_task(run)
     facts = [f"{task.length} tokens"]
     if task.min_steps is not None:
         facts.append(f"best possible number of steps {task.min_steps}")
@@ -587,12 +789,11 @@ def _title(run: Path) -> str:
     return f"{run.resolve().name}, {task.name}: {', '.join(facts)}"
 
 
-def _caption(run: Path, records: list[Record]) -> str:
+def _caption(recipe: Recipe, records: list[Record]) -> str:
     """Which denoiser each rule ran on, and how tokens were chosen."""
     from unmask.evaluation import Record
-    from unmask.training.run import continued, load_task
+    from unmask.training.run import continued
 
-    recipe, _ = load_task(run)
     tokens = f"Tokens sampled at temperature {_values(records, 'temperature')}"
     for field, what in (("top_p", "top-p"), ("top_k", "top-k"), ("guidance", "guidance")):
         if any(getattr(record, field) != Record.__dataclass_fields__[field].default for record in records):
@@ -621,13 +822,16 @@ def _console() -> Console:
     return Console(highlight=False)
 
 
-def _load(run: Path, cpu: bool) -> tuple[OrderModel, OrderModel, Task, Recipe]:
+def _load(run: Path, cpu: bool, split: str | None = None) -> tuple[OrderModel, OrderModel, Task, Recipe]:
     """The model of a run, the one whose denoiser the heuristics run on, the task and the recipe, ready to use."""
     import torch
 
+    from unmask.tasks.task import on_split
     from unmask.training.run import load_run
 
     model, plain, recipe, task = load_run(run)
+    if split is not None:
+        task = on_split(task, split)
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     device = "cuda" if torch.cuda.is_available() and not cpu else "cpu"

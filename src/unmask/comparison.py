@@ -18,8 +18,9 @@ NEAR = 1e-9  # means of whole numbers that differ by less are the same
 # Records are compared only where all of this is the same.
 SAME = (
     *("task", "split", "num_examples", "seed"),
-    *("temperature", "top_p", "top_k", "guidance", "eos_policy"),
+    *("temperature", "top_p", "top_k", "guidance", "eos_policy", "precision"),
 )
+PLAIN_RULES = ("iid", "top-prob", "margin")  # the paper's rivals
 
 
 class Result(NamedTuple):
@@ -152,9 +153,19 @@ def compare(evaluated: Sequence[Result]) -> list[Comparison]:
     for learned in evaluated:
         if learned.record.trained_budget is None:
             continue
-        rivals = [r for r in evaluated if r.record.trained_budget is None and comparable(r.record, learned.record)]
-        comparisons += [_against(learned, curve) for curve in curves(rivals)]
+        comparisons += [_against(learned, curve) for curve in curves(rivals(learned.record, evaluated))]
     return comparisons
+
+
+def rivals(learned: Record, evaluated: Iterable[Result]) -> list[Result]:
+    """The heuristics that a learned order can be compared with: on the denoiser that its record names, if it does."""
+    return [
+        result
+        for result in evaluated
+        if result.record.trained_budget is None
+        and comparable(result.record, learned)
+        and learned.plain_denoiser in (None, result.record.denoiser)
+    ]
 
 
 def curves(evaluated: Iterable[Result]) -> list[list[Result]]:
@@ -162,7 +173,8 @@ def curves(evaluated: Iterable[Result]) -> list[list[Result]]:
     found: dict[tuple[object, ...], list[Result]] = {}
     for result in evaluated:
         record = result.record
-        key = (record.policy, record.denoiser, record.trained_budget is None, *(getattr(record, n) for n in SAME))
+        own = (record.policy, record.denoiser, record.trained_budget is None, record.trained_seed)
+        key = (*own, *(getattr(record, name) for name in SAME))
         found.setdefault(key, []).append(result)
     return list(found.values())
 
@@ -185,6 +197,123 @@ def _against(learned: Result, curve: Sequence[Result]) -> Comparison:
         by_budget.get(_floor(mean_steps)),
         by_budget.get(learned.record.max_steps),
     )
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Orders that differ in nothing but their seed against one heuristic, at equal mean steps: a line of gains.jsonl.
+
+    With S orders and E examples, v_se the verdict on example e under order s, and h_se the heuristic's at the mean
+    steps of order s (`at_equal_steps`),
+
+        gain = 1/S sum_s g_s,    g_s = 1/E sum_e d_se,    d_se = v_se - h_se.
+
+    The examples are the same for every order, so d is a table with two random factors, and both are resampled: a draw
+    takes E examples and S orders with replacement, each example and each order with all that belongs to it (the
+    pigeonhole bootstrap, Owen 2007).  The interval is the 95% percentiles of the gain over such draws.  With one order
+    it is the paired bootstrap over examples.
+    """
+
+    task: str
+    split: str
+    model: str
+    policy: str  # the learned rule
+    trained_budget: int
+    joint: bool  # the denoiser learned along; the heuristic runs on one that was plainly trained on
+    rival: str
+    best: bool  # the rival with the highest score among iid, top-prob and margin
+    seeds: list[int | None]
+    num_examples: int
+    mean_steps: float  # of the orders, as all that follows
+    score: float
+    rival_score: float
+    gain: float
+    low: float
+    high: float
+    seed_gains: list[float]
+    temperature: float
+    eos_policy: str
+    precision: str
+    revision: str
+
+
+def gains(evaluated: Sequence[Result]) -> list[Gain]:
+    """Every group of learned orders against every heuristic that all of them can be compared with; verdicts needed."""
+    groups: dict[tuple[object, ...], list[Result]] = {}
+    for result in evaluated:
+        record = result.record
+        if record.trained_budget is not None and result.verdicts is not None:
+            key = (record.model, record.policy, record.trained_budget, _is_joint(record))
+            groups.setdefault((*key, *(getattr(record, name) for name in SAME)), []).append(result)
+    return [gain for orders in groups.values() for gain in _gains(orders, evaluated)]
+
+
+def _is_joint(learned: Record) -> bool:
+    return learned.plain_denoiser not in (None, learned.denoiser)
+
+
+def _gains(orders: Sequence[Result], evaluated: Sequence[Result]) -> list[Gain]:
+    """Of orders that differ in their seeds only."""
+    tables: dict[str, list[np.ndarray]] = {}  # by rival: h_se, an order at a time
+    for learned in orders:
+        for curve in curves(rivals(learned.record, evaluated)):
+            equal = at_equal_steps(learned.mean_steps, curve)
+            if equal.by_example is not None:
+                tables.setdefault(curve[0].record.policy, []).append(equal.by_example)
+    known = {rival: np.stack(rows) for rival, rows in tables.items() if len(rows) == len(orders)}  # [S, E] each
+    valid = np.stack([learned.verdicts.valid for learned in orders if learned.verdicts is not None])  # [S, E]
+    best = max((rival for rival in known if rival in PLAIN_RULES), key=lambda rival: known[rival].mean(), default="")
+    first = orders[0].record
+    assert first.trained_budget is not None
+    found = []
+    for rival, scores in known.items():
+        difference = crossed_difference(valid - scores)
+        found.append(
+            Gain(
+                task=first.task,
+                split=first.split,
+                model=first.model,
+                policy=first.policy,
+                trained_budget=first.trained_budget,
+                joint=_is_joint(first),
+                rival=rival,
+                best=rival == best,
+                seeds=[learned.record.trained_seed for learned in orders],
+                num_examples=first.num_examples,
+                mean_steps=round(float(np.mean([learned.mean_steps for learned in orders])), 4),
+                score=round(float(valid.mean()), 6),
+                rival_score=round(float(scores.mean()), 6),
+                gain=round(difference.mean, 6),
+                low=round(difference.low, 6),
+                high=round(difference.high, 6),
+                seed_gains=[round(float(row.mean()), 6) for row in valid - scores],
+                temperature=first.temperature,
+                eos_policy=first.eos_policy,
+                precision=first.precision,
+                revision=first.revision,
+            )
+        )
+    return found
+
+
+def crossed_difference(differences: np.ndarray, seed: int = 0) -> Difference:
+    """The mean of d [S, E] with its 95% interval over orders and examples; see `Gain`.
+
+    A resample of the examples is a multinomial draw of how often each distinct column of d occurs.
+    """
+    S, E = differences.shape
+    columns, counts = np.unique(np.round(differences, 9), axis=1, return_counts=True)  # [S, U], [U]
+    draws = np.random.default_rng(seed)
+    at_once = max(1, 2**22 // len(counts))
+    by_order = np.concatenate(
+        [
+            draws.multinomial(E, counts / E, size=min(at_once, RESAMPLES - start)) @ columns.T / E
+            for start in range(0, RESAMPLES, at_once)
+        ]
+    )  # [resamples, S]
+    means = (by_order * draws.multinomial(S, [1 / S] * S, size=RESAMPLES)).sum(-1) / S
+    low, high = np.percentile(means, [2.5, 97.5])
+    return Difference(float(differences.mean()), float(low), float(high))
 
 
 def area(curve: Iterable[Result]) -> Area | None:

@@ -19,12 +19,12 @@ import unmask
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import NetworkPolicy, Policy, parse_policy
 from unmask.decoding.tokens import TokenChoice
-from unmask.models.networks import Selector
+from unmask.models.networks import Denoiser, Selector
 from unmask.models.order_model import OrderModel
 from unmask.streams import Purpose, uniforms
 from unmask.tasks.diversity import distinct_range, sequence_codes
-from unmask.tasks.task import Examples, Task
-from unmask.training.objectives import OrderObjective, padding, read_denoiser
+from unmask.tasks.task import Examples, Task, held_out_split
+from unmask.training.objectives import OrderObjective, placed, read_denoiser
 from unmask.variational.estimators import NoBaseline
 from unmask.verdicts import IDENTITY, Asked, Chunk, VerdictFile, Verdicts, verdicts_in
 
@@ -69,6 +69,11 @@ class Record:
     guidance: float = 0.0
     mean_passes: float | None = None  # denoiser passes a sequence, guidance included
     mean_revisions: float | None = None  # re-maskings a response position; null for rules that never re-mask
+    trained_seed: int | None = None  # the seed that an order was learned with; null for heuristics
+    plain_denoiser: str | None = None  # of a learned order: hash of the denoiser on which its rivals run
+    precision: str = "no"  # bf16: the denoiser's trunk under autocast
+    score_flexible: float | None = None  # by the task's second way to score, where it has one: the last number
+    overlong: int | None = None  # examples that are too long for the model; they count as wrong
 
     @property
     def diverse(self) -> bool:
@@ -125,24 +130,32 @@ def evaluate(
     choice: TokenChoice,
     seed: int,
     label: str,
+    trained_seed: int | None = None,
+    plain: OrderModel | None = None,
+    precision: str = "no",
     stream: VerdictFile | None = None,
     again: bool = False,
     compile: bool = False,
     advance: Callable[[int], None] = lambda sequences: None,
 ) -> Evaluation:
-    """Generate for the first `examples` of the test split with the denoiser of `model`, and check every answer.
+    """Generate for the first `examples` of the held-out split with the denoiser of `model`, and check every answer.
+
+    trained_seed, plain: of a learned order, the seed that it was learned with and the model whose denoiser its rivals
+        run on; records say both, so that those of many runs can lie in one folder.
+    precision: "bf16" runs the denoiser's trunk under autocast; logits and whatever a rule reads stay float32.
 
     Every chunk of examples is added to `stream` when it is done.  What is already there of this very evaluation is not
     done again, unless `again`: the record is the same as if it had never been interrupted, but for the seconds.
     """
     _check_examples(task, examples)
     policy.check(budget, response_sizes(task, examples))
-    asked = _asked(model, task, policy, budget, examples, choice, seed, label, compile)
+    asked = _asked(model, task, policy, budget, examples, choice, seed, label, compile, trained_seed, plain, precision)
     chunks = stream.chunks(asked) if stream is not None and not again else []
     done = sum(len(chunk.valid) for chunk in chunks)
     if done:
         advance(done)
-    engine = Engine(model.denoiser, policy, budget, choice, batch_size=min(BATCH, examples), compile=compile)
+    denoiser = model.denoiser if precision == "no" else HalfTrunk(model.denoiser)
+    engine = Engine(denoiser, policy, budget, choice, batch_size=min(BATCH, examples), compile=compile)
     for first in range(done, examples, CHUNK):
         ids = torch.arange(first, min(first + CHUNK, examples))
         chunk = _evaluate_chunk(engine, task, asked, ids, next(model.parameters()).device, advance)
@@ -158,7 +171,9 @@ def _check_examples(task: Task, examples: int) -> None:
     """Raise ValueError where a task has fewer; one without `test_examples` has as many as are asked for."""
     limit = getattr(task, "test_examples", None)
     if limit is not None and examples > limit:
-        raise ValueError(f"task {task.name} has {limit} test examples: ask for at most as many, not for {examples}")
+        raise ValueError(
+            f"task {task.name} has {limit} {held_out_split(task)} examples: ask for at most as many, not for {examples}"
+        )
 
 
 def _asked(
@@ -171,14 +186,18 @@ def _asked(
     seed: int,
     label: str,
     compile: bool,
+    trained_seed: int | None,
+    plain: OrderModel | None,
+    precision: str,
 ) -> Asked:
     selector = policy.network if isinstance(policy, NetworkPolicy) else None
+    learned = selector is not None
     return Asked(
         task=task.name,
-        split="test",
+        split=held_out_split(task),
         model=label,
         policy=policy.name,
-        trained_budget=budget if selector is not None else None,
+        trained_budget=budget if learned else None,
         budget=budget,
         num_examples=examples,
         temperature=choice.temperature,
@@ -193,7 +212,26 @@ def _asked(
         compile=compile,
         selector_weights=weights_hash(selector) if isinstance(selector, nn.Module) else None,
         examples=_examples_hash(task.examples(torch.arange(min(examples, PICTURED)), "test")),
+        trained_seed=trained_seed if learned else None,
+        plain_denoiser=weights_hash(plain.denoiser) if learned and plain is not None else None,
+        precision=precision,
     )
+
+
+class HalfTrunk:
+    """A denoiser whose trunk runs in bfloat16 under autocast; its head, and so every score, stays as it is."""
+
+    keeps_no_tensors = True
+
+    def __init__(self, denoiser: Denoiser) -> None:
+        self.denoiser, self.mask_token_id = denoiser, denoiser.mask_token_id
+
+    def hidden(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            return self.denoiser.hidden(tokens, attention).float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.denoiser.logits(hidden)
 
 
 def _evaluate_chunk(
@@ -201,15 +239,16 @@ def _evaluate_chunk(
 ) -> Chunk:
     """Generate for the test examples `ids`, which follow one another."""
     started = time.perf_counter()
-    truth = task.examples(ids, asked.split)
+    truth = task.examples(ids, "test")
     canvas = torch.where(truth.response, engine.denoiser.mask_token_id, truth.tokens).to(device)
     out = engine.generate(canvas, seed=asked.seed, ids=ids, attention=truth.attention.to(device), on_finished=advance)
     tokens = out.tokens.cpu()
     valid = task.valid(tokens, truth)
+    flexible = task.valid_flexible(tokens, truth) if hasattr(task, "valid_flexible") else None
     return Chunk(
         asked=asked,
         first=int(ids[0]),
-        valid="".join("1" if right else "0" for right in valid.tolist()),
+        valid=_marks(valid),
         steps=out.num_steps.tolist(),
         answers=sequence_codes(tokens[valid]).tolist() if task.unconditional else None,
         reveal_step=out.reveal_step[: max(0, PICTURED - int(ids[0]))].tolist(),
@@ -220,7 +259,13 @@ def _evaluate_chunk(
         num_positions=int(truth.response.sum()),
         seconds=round(time.perf_counter() - started, 6),
         revision=revision(),
+        flexible=None if flexible is None else _marks(flexible),
     )
+
+
+def _marks(valid: Tensor) -> str:
+    """A 0 or a 1 for each example."""
+    return "".join("1" if right else "0" for right in valid.tolist())
 
 
 def _record(asked: Asked, chunks: list[Chunk], task: Task, remasks: bool) -> Record:
@@ -253,7 +298,16 @@ def _record(asked: Asked, chunks: list[Chunk], task: Task, remasks: bool) -> Rec
         distinct_high=distinct_high,
         mean_passes=round(sum(chunk.num_passes for chunk in chunks) / examples, 4),
         mean_revisions=round(revisions / sum(chunk.num_positions for chunk in chunks), 6) if remasks else None,
+        score_flexible=_flexible(chunks),
+        overlong=int(task.overlong(torch.arange(examples)).sum()) if hasattr(task, "overlong") else None,
     )
+
+
+def _flexible(chunks: list[Chunk]) -> float | None:
+    marks = [chunk.flexible for chunk in chunks if chunk.flexible is not None]
+    if len(marks) < len(chunks):
+        return None
+    return "".join(marks).count("1") / sum(map(len, marks))
 
 
 @dataclass(frozen=True)
@@ -294,20 +348,20 @@ def evaluate_bound(
     objective = OrderObjective(model, budget, trajectories, NoBaseline(), seed)
     reconstruction, order_kl, mdm, lengths, exact = [], [], [], [], []
     for ids in torch.arange(examples).split(BATCH):
-        batch = task.examples(ids, "test").to(device)
+        truth = task.examples(ids, "test")
+        batch, layout = placed(truth, plain.denoiser)
         ids = ids.to(device)
         for t in range(budget):
             times = torch.full_like(ids, t)
-            terms, _, _ = objective.terms(batch, ids, times)
+            terms, _, _ = objective.terms(truth, ids, times)
             reconstruction.append(terms.reconstruction.mean(-1).cpu())
             order_kl.append(terms.order_kl.mean(-1).cpu())
             masked = batch.response & (
                 uniforms(seed, Purpose.MASKING, t, ids[:, None], batch.position) < (t + 1) / budget
             )
-            log_mu = read_denoiser(plain.denoiser, batch.tokens, masked, padding(batch)).log_mu
+            log_mu = read_denoiser(plain.denoiser, batch.tokens, masked, layout).log_mu
             mdm.append(log_mu.sum(-1).cpu() / (t + 1))
         lengths.append(batch.response.sum(-1).cpu())
-        truth = task.examples(ids.cpu(), "test")
         exact.append(task.log_likelihood(truth.tokens, truth))
         advance(len(ids))
     tokens = torch.cat(lengths).double()  # [E]

@@ -72,6 +72,9 @@ TOLD_APART = {
     "eos_policy": "EOS",
     "seed": "seed",
     "num_examples": "examples",
+    "split": "split",
+    "precision": "precision",
+    "trained_seed": "order of seed",  # null for heuristics
 }
 
 
@@ -80,8 +83,8 @@ def name_of(record: Record, among: Sequence[Record]) -> str:
     told_apart = [
         f"{what} {value if isinstance(value, str) else f'{value:g}'}"
         for field, what in TOLD_APART.items()
-        if len({getattr(other, field) for other in among}) > 1
         for value in [getattr(record, field)]
+        if value is not None and len({getattr(other, field) for other in among} - {None}) > 1
     ]
     return ", ".join([record.policy, *told_apart])
 
@@ -295,7 +298,7 @@ class Line(NamedTuple):
 def score_plot(records: Sequence[Record]) -> Figure:
     """Score against mean steps, with 95% intervals."""
     names = sorted({name_of(record, records) for record in records})
-    return _plot([Line(name, [r for r in records if name_of(r, records) == name]) for name in names])
+    return plot([Line(name, [r for r in records if name_of(r, records) == name]) for name in names])
 
 
 def shared_plot(runs: Sequence[tuple[str, Sequence[Record]]]) -> Figure:
@@ -315,14 +318,15 @@ def shared_plot(runs: Sequence[tuple[str, Sequence[Record]]]) -> Figure:
             if record not in found:
                 found.append(record)
     by_rule = sorted(lines.items(), key=lambda item: item[0][0])
-    return _plot([Line(", ".join([*names, rule]), records, marker) for (rule, *_), (names, marker, records) in by_rule])
+    return plot([Line(", ".join([*names, rule]), records, marker) for (rule, *_), (names, marker, records) in by_rule])
 
 
 def _repeated(items: Sequence[str], count: int) -> list[str]:
     return [items[i % len(items)] for i in range(count)]
 
 
-def _plot(lines: Sequence[Line]) -> Figure:
+def plot(lines: Sequence[Line]) -> Figure:
+    """Score against mean steps, with 95% intervals: rules as lines, learned orders as stars."""
     longest = max(len(line.label) for line in lines)  # the legend stands beside the plot
     figure, panels = _figure(max(7.2, 5.5 + 0.085 * longest), max(3.6, 0.8 + 0.19 * len(lines)))
     axes = panels[0, 0]
@@ -481,7 +485,7 @@ def _legend(text: str) -> str:
 
 
 def _picture(figure: Figure, caption: str) -> str:
-    return f"<figure>{_svg(figure)}<figcaption>{html.escape(caption)}</figcaption></figure>"
+    return f"<figure>{svg(figure)}<figcaption>{html.escape(caption)}</figcaption></figure>"
 
 
 def _html_table(headings: list[str], rows: list[list[str]], learned: Sequence[bool] = ()) -> str:
@@ -502,12 +506,15 @@ def pictured(orders: Sequence[Order]) -> list[Order]:
     return sorted(latest.values(), key=lambda order: (order.policy != "learned", order.policy))
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
+    """The same text for the same picture."""
+    import matplotlib as mpl
+
     text = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # what matplotlib adds links elsewhere
-    figure.savefig(text, format="svg", metadata=nothing)
-    svg = text.getvalue()
-    return svg[svg.index("<svg") :]
+    with mpl.rc_context({"svg.hashsalt": "unmask"}):
+        figure.savefig(text, format="svg", metadata=nothing)
+    return text.getvalue()[text.getvalue().index("<svg") :]
 
 
 _PAGE = """<!doctype html>

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asked:
-    """What an evaluation was asked to do, as against what came out of it; records lack the last three fields."""
+    """What an evaluation was asked to do, as against what came out of it; records lack `compile` and the hashes."""
 
     task: str
     split: str
@@ -40,6 +40,10 @@ class Asked:
     compile: bool
     selector_weights: str | None  # their hash: another order learned on the same denoiser is another evaluation
     examples: str  # hash of the first examples: so is another task of the same name
+    # What files of older versions lack; the defaults are what they did.
+    trained_seed: int | None = None
+    plain_denoiser: str | None = None
+    precision: str = "no"
 
 
 # What tells two records apart; where all of it is the same, the later record replaces the earlier one.
@@ -65,6 +69,7 @@ class Chunk:
     num_positions: int  # of the responses
     seconds: float
     revision: str
+    flexible: str | None = None  # as `valid`, by the task's second way to score; null where it has none
 
 
 class Verdicts(NamedTuple):

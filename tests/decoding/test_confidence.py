@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from unmask.decoding.confidence import Confidence, confidence, features, log_probabilities, spread
+from unmask.decoding.confidence import Confidence, confidence, features, log_probabilities
 
 TABLES = {
     "random": torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).mul(2).tolist(),
@@ -158,13 +158,3 @@ def test_the_gradient_stays_finite_where_probabilities_vanish():
         x = torch.tensor([logits], requires_grad=True)
         features(confidence(log_probabilities(x))).sum().backward()
         assert torch.isfinite(x.grad).all()
-
-
-def test_spread_puts_values_back_to_their_places():
-    at = torch.tensor([[True, False, True], [False, False, True]])
-    values = torch.arange(1.0, 7.0).view(3, 2).requires_grad_()
-    canvas = spread(values, at)
-    assert canvas.tolist() == [[[1, 2], [0, 0], [3, 4]], [[0, 0], [0, 0], [5, 6]]]
-    canvas.square().sum().backward()
-    assert torch.equal(values.grad, 2 * values.detach())
-    assert spread(torch.tensor([7.0, 8.0, 9.0]), at).tolist() == [[7, 0, 8], [0, 0, 9]]

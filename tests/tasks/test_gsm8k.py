@@ -504,6 +504,18 @@ def test_held_out_is_the_test_split(task, held_out):
     assert chosen.valid(examples.tokens, examples).all()
 
 
+def test_overlong_examples_are_told(task):
+    """They stay in the denominator, and nothing is right for them."""
+    lengths = replace(task, held_out="test")._pairs("test")[1].lengths.tolist()
+    short = replace(task, held_out="test", response_length=min(lengths))
+    overlong = short.overlong(torch.arange(4))
+    assert overlong.tolist() == [length > min(lengths) for length in lengths] * 2
+    assert 0 < overlong.sum() < 4
+    examples = short.examples(torch.arange(2), "test")
+    assert short.valid(examples.tokens, examples).tolist() == (~overlong[:2]).tolist()
+    assert not task.overlong(torch.arange(task.test_examples)).any()
+
+
 def with_answer(task, examples, text):
     ids = task._tokens.tokenizer.encode(text).ids
     tokens = examples.tokens.clone()
@@ -526,7 +538,9 @@ def test_validity(task):
     ):
         tokens = with_answer(task, examples, text)
         assert task.valid(tokens, examples).tolist() == strict, text
-        assert flexible.valid(tokens, examples).tolist() == loose, text
+        assert flexible.valid(tokens, examples).tolist() == task.valid_flexible(tokens, examples).tolist() == loose, (
+            text
+        )
     for place in (0, task.prompt_length - 1, task.length - 1):  # padding, question, response
         for outside in (len(task.vocabulary), -1):
             tokens = examples.tokens.clone()

@@ -13,7 +13,7 @@ from tests.training.small import padded, single, small_model
 from unmask.streams import stratified
 from unmask.tasks.task import Examples
 from unmask.training import objectives
-from unmask.training.objectives import DenoiseObjective, OrderObjective, mask_uniform_count, padding, spread
+from unmask.training.objectives import DenoiseObjective, OrderObjective, mask_counts, mask_uniformly, placed, scatter
 from unmask.variational.enumeration import TinyModel, posterior_chain
 from unmask.variational.estimators import LeaveOneOut, MovingAverage, NoBaseline
 
@@ -57,15 +57,15 @@ def continuous_time_bound(denoiser):
     return total / N
 
 
-def expected_loss(objective, monkeypatch):
-    """E over m ~ U{1..N} and over the subsets of size m of the objective's own loss: the law of mask_uniform_count."""
+def expected_loss(objective):
+    """E over m ~ U{1..N} and over the subsets of size m of the objective's own loss: the law of mask_uniformly."""
     total = 0.0
     for m in range(1, N + 1):
         masks = every_mask()
         masks = masks[masks.sum(-1) == m]
-        monkeypatch.setattr(objectives, "mask_uniform_count", lambda *_, masks=masks: masks)
-        examples = repeated(len(masks))
-        total += objective(examples, torch.arange(len(masks)), torch.zeros(len(masks))).loss.item() / N
+        objective.mask = lambda *_, masks=masks: masks
+        examples, u = repeated(len(masks)), torch.full((len(masks),), (m - 0.5) / N)
+        total += objective(examples, torch.arange(len(masks)), u).loss.item() / N
     return total
 
 
@@ -74,30 +74,29 @@ class DividedByLength(DenoiseObjective):
 
     def forward(self, examples, ids, u):
         outcome = super().forward(examples, ids, u)
-        masked = objectives.mask_uniform_count(examples, u, self.seed, ids)
-        return outcome._replace(loss=outcome.loss * masked.sum(-1)[0] / N)
+        return outcome._replace(loss=outcome.loss * self.mask().sum(-1)[0] / N)
 
 
 class TrueTokensShown(DenoiseObjective):
     """The denoiser sees what it is asked for."""
 
     def forward(self, examples, ids, u):
-        masked = objectives.mask_uniform_count(examples, u, self.seed, ids)
+        masked = self.mask()
         log_mu = self.denoiser(examples.tokens).log_softmax(-1).gather(-1, examples.tokens[..., None])[..., 0]
         return objectives.Outcome(-((log_mu * masked).sum(-1) / masked.sum(-1)).mean(), {})
 
 
-def test_the_plain_objective_is_the_continuous_time_bound(monkeypatch):
+def test_the_plain_objective_is_the_continuous_time_bound():
     denoiser = small_model().denoiser
     exact = continuous_time_bound(denoiser)
     assert exact > 0.5
-    assert expected_loss(DenoiseObjective(denoiser, seed=0), monkeypatch) == pytest.approx(exact, abs=1e-12)
+    assert expected_loss(DenoiseObjective(denoiser, seed=0)) == pytest.approx(exact, abs=1e-12)
 
 
 @pytest.mark.parametrize("mistake", [DividedByLength, TrueTokensShown])
-def test_planted_mistakes_break_the_plain_objective(monkeypatch, mistake):
+def test_planted_mistakes_break_the_plain_objective(mistake):
     denoiser = small_model().denoiser
-    wrong = expected_loss(mistake(denoiser, seed=0), monkeypatch)
+    wrong = expected_loss(mistake(denoiser, seed=0))
     assert wrong != pytest.approx(continuous_time_bound(denoiser), abs=1e-3)
 
 
@@ -110,6 +109,11 @@ def test_the_plain_objective_reports_what_it_minimises():
     assert all(parameter.grad is not None for parameter in objective.denoiser.parameters())
 
 
+def masks_of(examples, u, seed, ids):
+    counts = mask_counts(u, examples.response.sum(-1))
+    return mask_uniformly(examples.response, examples.position, counts, ids, seed)
+
+
 def test_counts_are_one_to_n():
     """m = 1 + floor(u N), row by row; u just below 1 gives N, never N + 1."""
     examples = padded(SEQUENCES, RESPONSES)
@@ -120,21 +124,21 @@ def test_counts_are_one_to_n():
         (0.7, [3, 2, 3, 1]),
         (float(below_one), [4, 2, 3, 1]),
     ]:
-        masked = mask_uniform_count(examples, torch.full((4,), u, dtype=torch.float64), 0, torch.arange(4))
+        masked = masks_of(examples, torch.full((4,), u, dtype=torch.float64), 0, torch.arange(4))
         assert masked.sum(-1).tolist() == expected
 
 
 def test_stratified_counts_are_uniform():
     """Over a batch of a multiple of N, every count occurs equally often."""
     u = stratified(3, 1, slots=torch.arange(24), total=24)
-    masked = mask_uniform_count(repeated(24), u, 0, torch.arange(24))
+    masked = masks_of(repeated(24), u, 0, torch.arange(24))
     assert masked.sum(-1).bincount().tolist() == [0, 6, 6, 6, 6]
 
 
 def test_prompt_and_padding_are_never_masked():
     examples = padded(SEQUENCES * 50, RESPONSES * 50, left=True, extra=1)
     u = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    masked = mask_uniform_count(examples, u, 0, torch.arange(200))
+    masked = masks_of(examples, u, 0, torch.arange(200))
     assert masked.any(-1).all()
     assert not (masked & ~examples.response).any()
     assert not (masked & ~examples.attention).any()
@@ -144,7 +148,7 @@ def test_prompt_and_padding_are_never_masked():
 def test_subsets_are_uniform(m):
     draws = 6000
     u = torch.full((draws,), (m - 0.5) / N, dtype=torch.float64)
-    masked = mask_uniform_count(repeated(draws), u, 11, torch.arange(draws))[:, ONE.response[0]]
+    masked = masks_of(repeated(draws), u, 11, torch.arange(draws))[:, ONE.response[0]]
     observed = (masked.long() * 2 ** torch.arange(N)).sum(-1).bincount(minlength=2**N)
     possible = torch.tensor([bin(code).count("1") == m for code in range(2**N)])
     assert observed[~possible].sum() == 0
@@ -156,15 +160,15 @@ def test_subsets_are_uniform(m):
 
 def test_masks_do_not_depend_on_batch_or_padding():
     ids, u = torch.tensor([5, 9, 2, 7]), torch.tensor([0.3, 0.6, 0.5, 0.2], dtype=torch.float64)
-    right = mask_uniform_count(padded(SEQUENCES, RESPONSES), u, 4, ids)
+    right = masks_of(padded(SEQUENCES, RESPONSES), u, 4, ids)
     left_examples = padded(SEQUENCES, RESPONSES, left=True, extra=2)
-    left = mask_uniform_count(left_examples, u, 4, ids)
+    left = masks_of(left_examples, u, 4, ids)
     for row in range(4):
         alone = padded(SEQUENCES[row : row + 1], RESPONSES[row : row + 1])
-        masked = mask_uniform_count(alone, u[row : row + 1], 4, ids[row : row + 1])[0]
+        masked = masks_of(alone, u[row : row + 1], 4, ids[row : row + 1])[0]
         assert torch.equal(masked, right[row, : len(masked)])
         assert torch.equal(masked, left[row, -len(masked) :])
-    assert not torch.equal(right, mask_uniform_count(padded(SEQUENCES, RESPONSES), u, 5, ids)), "another seed"
+    assert not torch.equal(right, masks_of(padded(SEQUENCES, RESPONSES), u, 5, ids)), "another seed"
 
 
 # --- the order objective ----------------------------------------------------------------------------------------------
@@ -307,8 +311,8 @@ def test_terms_are_those_of_each_trajectory_alone(monkeypatch, selection):
 class _Misled(OrderObjective):
     """An order objective with one planted mistake in what it evaluates."""
 
-    def _evaluate(self, examples, masked, t, needed):
-        log_mu, logits = super()._evaluate(examples, masked, t, needed)
+    def _evaluate(self, batch, masked, t, *rest):
+        log_mu, logits = super()._evaluate(batch, masked, t, *rest)
         return self.mislead(log_mu, logits)
 
     def mislead(self, log_mu, logits):
@@ -316,8 +320,8 @@ class _Misled(OrderObjective):
 
 
 class WrongTime(_Misled):
-    def _evaluate(self, examples, masked, t, needed):
-        return super()._evaluate(examples, masked, t + 1, needed)
+    def _evaluate(self, batch, masked, t, *rest):
+        return super()._evaluate(batch, masked, t + 1, *rest)
 
 
 class OtherTrajectory(_Misled):
@@ -351,8 +355,8 @@ class LogitsOfTheProbabilities(_Misled):
 class DifferentTimes(_Misled):
     """The trajectories of a sequence are drawn to different times."""
 
-    def _uniforms(self, ids, examples):
-        drawn = super()._uniforms(ids, examples)
+    def _uniforms(self, *words):
+        drawn = super()._uniforms(*words)
         drawn[0, :, 1] = 2.0  # step 1 reveals nothing for the second trajectory
         return drawn
 
@@ -555,18 +559,21 @@ def test_the_moving_average_is_asked_with_the_times():
 # --- small pieces -----------------------------------------------------------------------------------------------------
 
 
-def test_spread_puts_values_back():
+def test_scatter_puts_values_back():
     at = torch.tensor([[True, False], [False, True]])
     values = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
-    spread_out = spread(values, at)
-    assert spread_out.tolist() == [[[1, 2], [0, 0]], [[0, 0], [3, 4]]]
-    spread_out.sum().backward()
-    assert (values.grad == 1).all()
+    canvas = scatter(values, at.flatten().nonzero()[:, 0], at)
+    assert canvas.tolist() == [[[1, 2], [0, 0]], [[0, 0], [3, 4]]]
+    canvas.square().sum().backward()
+    assert torch.equal(values.grad, 2 * values.detach())
 
 
-def test_padding_is_none_where_nothing_is_padded():
-    assert padding(ONE) is None
-    assert torch.equal(padding(batch()), batch().attention)
+def test_nothing_is_packed_or_masked_where_nothing_is_padded():
+    model = small_model()
+    assert placed(ONE, model)[1].attend is None
+    _, layout = placed(batch(), model)
+    assert torch.equal(layout.at, batch().attention.flatten().nonzero()[:, 0])
+    assert torch.equal(layout.attend.ends.diff(), batch().attention.sum(-1))
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------

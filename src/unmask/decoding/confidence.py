@@ -35,13 +35,6 @@ def log_probabilities(logits: Tensor) -> Tensor:
     return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
-def spread(values: Tensor, at: Tensor) -> Tensor:
-    """Values [M, ...] put back to the M True places of `at`, 0 elsewhere; differentiable."""
-    where = at.view(*at.shape, *(1 for _ in values.shape[1:]))
-    canvas = torch.zeros((*at.shape, *values.shape[1:]), dtype=values.dtype, device=values.device)
-    return canvas.masked_scatter(where, values)
-
-
 def confidence(
     log_p: Tensor,  # [..., V]: log-probabilities
     wanted: frozenset[str] = FEATURES,  # keys of Confidence

@@ -7,12 +7,11 @@ Legend: B sequences, L positions, D width, H heads of the queries, K of the keys
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention, silu
 
 
 @dataclass(frozen=True)
@@ -133,12 +132,20 @@ def attended(query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tenso
         from torch.nn.attention.varlen import varlen_attn  # here, because older versions of torch have none
 
         ends, longest = attend
-        mixed: Tensor = varlen_attn(query[0], key[0], value[0], ends, ends, longest, longest)  # type: ignore[assignment]
-        return mixed[None]
-    parts = [value[:, :0]]  # where there is no sequence at all
-    for start, end in pairwise(attend.ends.tolist()):
-        parts.append(attended(query[:, start:end], key[:, start:end], value[:, start:end], None))
-    return torch.cat(parts, dim=1)
+        packed: Tensor = varlen_attn(query[0], key[0], value[0], ends, ends, longest, longest)  # type: ignore[assignment]
+        return packed[None]
+    lengths = attend.ends.diff().tolist()
+    split = (states.split(lengths, dim=1) for states in (query, key, value))
+    mixed = [attended(q, k, v, None) for q, k, v in zip(*split, strict=True)]
+    return torch.cat(mixed, dim=1) if mixed else value
+
+
+class RMSNorm(nn.RMSNorm):
+    """Of the stream's own dtype, whatever that of the weights: the fused kernels want one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        return rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 class Block(nn.Module):
@@ -147,13 +154,14 @@ class Block(nn.Module):
     def __init__(self, config: BackboneConfig) -> None:
         super().__init__()
         D, H, K, E = config.width, config.heads, config.K, config.E
+        self.head_width = E
         self.groups = (H, K, K)  # the heads of queries, keys and values, in the order of the projection's rows
-        self.attention_norm = nn.RMSNorm(D, eps=config.norm_eps)
+        self.attention_norm = RMSNorm(D, eps=config.norm_eps)
         self.query_key_value = nn.Linear(D, sum(self.groups) * E, bias=False)
         self.attention_out = nn.Linear(H * E, D, bias=False)
-        self.query_norm = nn.RMSNorm(E, eps=config.norm_eps) if config.qk_norm else None
-        self.key_norm = nn.RMSNorm(E, eps=config.norm_eps) if config.qk_norm else None
-        self.mlp_norm = nn.RMSNorm(D, eps=config.norm_eps)
+        self.query_norm = RMSNorm(E, eps=config.norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(E, eps=config.norm_eps) if config.qk_norm else None
+        self.mlp_norm = RMSNorm(D, eps=config.norm_eps)
         self.gate_up = nn.Linear(D, 2 * config.intermediate, bias=False)
         self.down = nn.Linear(config.intermediate, D, bias=False)
         for read in (self.query_key_value, self.gate_up):
@@ -164,8 +172,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         B, L, _ = x.shape
         H, K, _ = self.groups
-        qkv = self.query_key_value(self.attention_norm(x)).view(B, L, 1, sum(self.groups), -1)
-        query_key, value = qkv[:, :, :, : H + K], qkv[:, :, 0, H + K :]
+        qkv = self.query_key_value(self.attention_norm(x)).view(B, L, 1, sum(self.groups), self.head_width)
+        query_key, value = qkv.split([H + K, K], dim=-2)  # whose backward is one concatenation
+        value = value[:, :, 0]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = query_key.split([H, K], dim=-2)
             query_key = torch.cat([self.query_norm(query), self.key_norm(key)], dim=-2)
@@ -173,7 +182,7 @@ class Block(nn.Module):
         if K < H:  # every kernel takes as many keys as queries, not every one fewer
             key, value = (states.repeat_interleave(H // K, dim=-2) for states in (key, value))
         mixed = attended(query, key, value, attend)
-        x = x + self.attention_out(mixed.reshape(B, L, -1))
+        x = x + self.attention_out(mixed.reshape(B, L, H * self.head_width))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(silu(gate) * up)
 
@@ -190,7 +199,7 @@ class Backbone(nn.Module):
         self.embedding = nn.Embedding(num_tokens, config.width)
         self.positions = nn.Embedding(config.max_length, config.width) if config.absolute_positions else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.norm = RMSNorm(config.width, eps=config.norm_eps)
         everywhere = torch.arange(config.max_length)[None]
         cos, sin = rotary_angles(everywhere, config.E, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)  # [1, max_length, 1, 1, E]: a compiled pass that computed
@@ -199,18 +208,19 @@ class Backbone(nn.Module):
         if self.positions is not None:
             nn.init.normal_(self.positions.weight, std=small_init(config.width))
 
-    def forward(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, attention: Tensor | Layout | None = None) -> Tensor:
         length, longest = tokens.shape[1], self.config.max_length
         if length > longest:
             raise ValueError(
                 f"a sequence of {length} tokens is longer than the model's context of {longest}: "
                 "shorten it or train with a larger max_length"
             )
-        layout = Layout.of(tokens, attention)
-        x = self.embedding(layout.take(tokens))
+        dtype = stream_dtype(self.embedding.weight)
+        layout = attention if isinstance(attention, Layout) else Layout.of(tokens, attention, dtype)
+        x = self.embedding(layout.take(tokens)).to(dtype)
         if self.positions is not None:
-            x = x + self.positions(layout.positions)
-        return layout.put(self.run(x, *self._rotary(layout.positions, attention is None), layout.attend))
+            x = x + self.positions(layout.positions).to(dtype)
+        return layout.put(self.run(x, *self._rotary(layout), layout.attend))
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """The blocks: all that is worth compiling."""
@@ -218,19 +228,25 @@ class Backbone(nn.Module):
             x = block(x, (cos, sin), attend)
         return self.norm(x)
 
-    def _rotary(self, positions: Tensor, in_order: bool) -> Rotary:
+    def _rotary(self, layout: Layout) -> Rotary:
         """The tables at these positions [B or 1, L]."""
-        if in_order:
-            return self.cos[:, : positions.shape[1]], self.sin[:, : positions.shape[1]]
-        return self.cos[0][positions], self.sin[0][positions]
+        if layout.attend is None:
+            return self.cos[:, : layout.shape[1]], self.sin[:, : layout.shape[1]]
+        return self.cos[0][layout.positions], self.sin[0][layout.positions]
+
+
+def stream_dtype(weight: Tensor) -> torch.dtype:
+    """What the residual stream is kept in: autocast's dtype where it applies, else that of the weights."""
+    kind = weight.device.type
+    autocast = torch.is_autocast_enabled(kind) and weight.dtype != torch.float64  # which it leaves alone
+    return torch.get_autocast_dtype(kind) if autocast else weight.dtype
 
 
 class Layout(NamedTuple):
     """How B sequences of L places go through the blocks: as they are, or packed into one row without their padding.
 
     A position does not count padding: a sequence gets the same ones alone as next to longer ones, padded on either
-    side.  Packing takes a number from the device, the number of tokens; a compiled program cannot wait for it, and
-    masks the padding instead.
+    side.
     """
 
     positions: Tensor  # [B or 1, L], packed [1, M]
@@ -239,15 +255,20 @@ class Layout(NamedTuple):
     shape: tuple[int, int]  # B, L
 
     @classmethod
-    def of(cls, tokens: Tensor, attention: Tensor | None) -> Layout:
+    def of(cls, tokens: Tensor, attention: Tensor | None, dtype: torch.dtype, num_tokens: int | None = None) -> Layout:
+        """Of tokens [B, L].  `num_tokens` is M; where the caller does not know it, the device is waited for.
+
+        A compiled program cannot wait, and CUDA's variable-length attention is for dtypes of 16 bits: elsewhere padding
+        is masked.
+        """
         B, L = tokens.shape
         if attention is None:
             return cls(torch.arange(L, device=tokens.device)[None], None, None, (B, L))
         positions = (attention.long().cumsum(-1) - 1).clamp(min=0)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (tokens.is_cuda and dtype.itemsize != 2):
             return cls(positions, attention[:, None, None, :], None, (B, L))
-        at = attention.flatten().nonzero()[:, 0]
-        ends = torch.nn.functional.pad(attention.sum(-1).cumsum(0), (1, 0)).int()
+        at = places(attention, num_tokens)
+        ends = pad(attention.sum(-1).cumsum(0), (1, 0)).int()
         return cls(positions.flatten()[at][None], Spans(ends, L), at, (B, L))
 
     def take(self, values: Tensor) -> Tensor:
@@ -261,6 +282,12 @@ class Layout(NamedTuple):
         B, L = self.shape
         everywhere = values.new_zeros(B * L, *values.shape[2:]).index_copy(0, self.at, values[0])
         return everywhere.view(B, L, *values.shape[2:])
+
+
+def places(where: Tensor, count: int | None) -> Tensor:
+    """[M]: the True places of the flattened `where`.  A known count M spares the host from waiting for the device."""
+    flat = where.flatten()
+    return (flat.nonzero() if count is None else flat.nonzero_static(size=count))[:, 0]
 
 
 def small_init(width: int) -> float:

@@ -8,7 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from unmask.models.backbone import Attend, Backbone, BackboneConfig, Block, Layout, rotary_angles, small_init
+from unmask.models.backbone import (
+    Attend,
+    Backbone,
+    BackboneConfig,
+    Block,
+    Layout,
+    RMSNorm,
+    rotary_angles,
+    small_init,
+    stream_dtype,
+)
 from unmask.variational.posterior import full_precision
 from unmask.variational.selection import NonEmpty, Selection
 
@@ -37,10 +47,12 @@ class Denoiser(nn.Module):
     def mask_token_id(self) -> int:
         return self.vocab_size
 
-    def hidden(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, attention: Tensor | Layout | None = None) -> Tensor:
         """Hidden states [B, L, D] of tokens [B, L]: at each position the one that `logits` reads its token from."""
+        if self.shift and not isinstance(attention, Layout):
+            attention = Layout.of(tokens, attention, stream_dtype(self.backbone.embedding.weight))
         hidden: Tensor = self.backbone(tokens, attention)
-        return of_the_token_before(hidden, attention) if self.shift else hidden
+        return of_the_token_before(hidden, attention) if isinstance(attention, Layout) and self.shift else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] from hidden states [..., D]; project only the positions that you need."""
@@ -53,15 +65,13 @@ class Denoiser(nn.Module):
         return self.logits(self.hidden(tokens, attention))
 
 
-def of_the_token_before(hidden: Tensor, attention: Tensor | None) -> Tensor:
+def of_the_token_before(hidden: Tensor, layout: Layout) -> Tensor:
     """[B, L, D]: at each position the hidden state of the position before it; a sequence's first token keeps its own.
 
     Padding on either side is skipped: the first token is the first one that is attended to.
     """
-    if attention is None:
-        return torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
-    first = attention.long().cumsum(-1) <= 1  # the first token, and what is padded before it
-    return torch.where(first[..., None], hidden, hidden.roll(1, dims=1))
+    first = layout.put(layout.positions[..., None] == 0)  # [B or 1, L, 1]
+    return torch.where(first, hidden, hidden.roll(1, dims=1))
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,7 @@ class Selector(nn.Module):
         self.read_time = nn.Sequential(nn.Linear(self.TIME_FEATURES, D), nn.SiLU(), nn.Linear(D, D))
         self.positions = nn.Embedding(config.positions, D) if config.positions else None
         self.blocks = nn.ModuleList(Block(shape) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(D)
+        self.norm = RMSNorm(D)
         self.out = nn.Linear(D, 1)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
@@ -124,7 +134,7 @@ class Selector(nn.Module):
         masked: Tensor,  # [B, L] bool
         t: Tensor,  # [B], t >= 1 matters; at t = 0 everything is revealed and nobody asks
         budget: int | Tensor,  # T, the same for all rows or [B]
-        attention: Tensor | None = None,  # [B, L] bool
+        attention: Tensor | Layout | None = None,  # [B, L] bool
     ) -> Tensor:
         """Logits s [B, L]."""
         if hidden.shape[-1] != self.read_hidden.in_features:
@@ -132,30 +142,31 @@ class Selector(nn.Module):
                 f"the selector reads hidden states of width {self.read_hidden.in_features}, the denoiser gives "
                 f"{hidden.shape[-1]}: take both from the same run"
             )
+        if self.positions is not None and masked.shape[1] > self.config.positions:
+            raise ValueError(
+                f"a sequence of {masked.shape[1]} tokens is longer than the selector's positions of "
+                f"{self.config.positions}: shorten it or train with more"
+            )
+        dtype = stream_dtype(self.out.weight)
+        layout = attention if isinstance(attention, Layout) else Layout.of(masked, attention, dtype)
         t = t.clamp(min=1).to(torch.promote_types(hidden.dtype, torch.float32))  # log t must not be rounded to bfloat16
         total = torch.zeros_like(t) + budget
-        time = torch.stack([t / total, 1 / t, t.log(), total.log()], dim=-1).to(hidden.dtype)  # [B, 4]
-        said = torch.cat([confidences, masked[..., None]], dim=-1).to(hidden.dtype)
-        layout = Layout.of(masked, attention)
-        positions = layout.positions
-        x = self.read_hidden(layout.take(hidden)) + self.read_confidences(layout.take(said))
-        x = x + layout.take(self.read_time(time)[:, None].expand(*masked.shape, -1))
-        if self.positions is not None:
-            if masked.shape[1] > self.config.positions:
-                raise ValueError(
-                    f"a sequence of {masked.shape[1]} tokens is longer than the selector's positions of "
-                    f"{self.config.positions}: shorten it or train with more"
-                )
-            x = x + self.positions(positions)
-        rotary = rotary_angles(positions, self.shape.width // self.shape.heads, self.shape.rope_theta)
-        x = self.run(x, *rotary, layout.attend)
-        return layout.put(_in_full_precision(self.out, x)) - t.log()[:, None]
+        time = torch.stack([t / total, 1 / t, t.log(), total.log()], dim=-1)  # [B, 4]
+        said = torch.cat([confidences, masked[..., None]], dim=-1)
+        seen = layout.take(torch.cat([said, time[:, None].expand(*masked.shape, -1)], dim=-1))
+        out = self.run(layout.take(hidden).to(dtype), seen.to(dtype), layout.positions, layout.attend)
+        return layout.put(out) - t.log()[:, None]
 
-    def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """The blocks: all that is worth compiling."""
+    def run(self, hidden: Tensor, seen: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """All that is worth compiling: one number a place from what is known there."""
+        said, time = seen.split([self.CONFIDENCES + 1, self.TIME_FEATURES], dim=-1)
+        x = self.read_hidden(hidden) + self.read_confidences(said) + self.read_time(time)
+        if self.positions is not None:
+            x = x + self.positions(positions).to(x.dtype)
+        rotary = rotary_angles(positions, self.shape.width // self.shape.heads, self.shape.rope_theta)
         for block in self.blocks:
-            x = block(x, (cos, sin), attend)
-        return self.norm(x)
+            x = block(x, rotary, attend)
+        return _in_full_precision(self.out, self.norm(x))
 
 
 class OrderScorer(nn.Module):
@@ -172,7 +183,7 @@ class OrderScorer(nn.Module):
         nn.init.normal_(self.out.weight, std=initial_spread / config.width**0.5)
         nn.init.zeros_(self.out.bias)
 
-    def forward(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, attention: Tensor | Layout | None = None) -> Tensor:
         """Scores [B, L] in float32 at least."""
         return torch.sigmoid(_in_full_precision(self.out, self.backbone(tokens, attention)))
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -70,6 +71,7 @@ class GSM8K:
     min_steps = None
     entropy = None
     eos_token_id = _EOS
+    held_out_splits = HELD_OUT
 
     def __post_init__(self) -> None:
         check_range(self, "resample", 0)
@@ -173,15 +175,30 @@ class GSM8K:
         attention = place >= self.prompt_length - kept[:, None]
         return Examples(torch.from_numpy(tokens), response.clone(), attention)
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """How tokens read, up to the first EOS."""
+        return decode(self._tokens.tokenizer, tokens)
+
     def answer_text(self, tokens: Tensor) -> str:
         """The text of one response, up to its first EOS; tokens [L] or [response_length]."""
-        return decode(self._tokens.tokenizer, tokens[-self._response_length :].tolist())
+        return self.text(tokens[-self._response_length :].tolist())
+
+    def overlong(self, ids: Tensor) -> Tensor:
+        """[B] bool: the held-out examples that are too long, and so count as wrong whatever is written."""
+        return torch.from_numpy(self._too_long(self.held_out)[ids.numpy() % self.test_examples])
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
+        return self._right(tokens, examples, self.scoring)
+
+    def valid_flexible(self, tokens: Tensor, examples: Examples) -> Tensor:
+        """The same where the last number is the answer, whatever `scoring` is."""
+        return self._right(tokens, examples, "flexible")
+
+    def _right(self, tokens: Tensor, examples: Examples, scoring: str) -> Tensor:
         right = prompt_kept(tokens, examples) & ((tokens >= 0) & (tokens < len(self.vocabulary))).all(-1)
         for row in right.nonzero()[:, 0].tolist():
             wanted = answer_in(self.answer_text(examples.tokens[row]), "strict")  # none where it is too long
-            right[row] = wanted is not None and wanted == answer_in(self.answer_text(tokens[row]), self.scoring)
+            right[row] = wanted is not None and wanted == answer_in(self.answer_text(tokens[row]), scoring)
         return right
 
     def log_likelihood(self, tokens: Tensor, examples: Examples) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import string
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from unmask.streams import Purpose, uniforms
+from unmask.suggest import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,37 @@ class Examples:
 
     def only(self, row: int) -> Examples:
         """One example, as a batch of one."""
-        return Examples(*(part[row : row + 1] for part in (self.tokens, self.response, self.attention)))
+        return self.rows(torch.tensor([row]))
+
+    def rows(self, rows: Tensor) -> Examples:
+        """Some of the examples, in the order of `rows` [R], on the CPU; any of them may come several times."""
+        there = sent(rows, self.tokens.device)
+        chosen = Examples(*(part[there] for part in (self.tokens, self.response, self.attention)))
+        vars(chosen).update(num_tokens=self.num_tokens[rows], num_response=self.num_response[rows])
+        return chosen
+
+    @cached_property
+    def num_tokens(self) -> Tensor:
+        """[B], on the CPU: without padding."""
+        return self.attention.sum(-1).cpu()
+
+    @cached_property
+    def num_response(self) -> Tensor:
+        """N [B], on the CPU."""
+        return self.response.sum(-1).cpu()
 
     def to(self, device: torch.device | str) -> Examples:
-        return Examples(self.tokens.to(device), self.response.to(device), self.attention.to(device))
+        """On the device; the host keeps what it would otherwise have to wait for."""
+        there = Examples(*(sent(part, device) for part in (self.tokens, self.response, self.attention)))
+        vars(there).update(num_tokens=self.num_tokens, num_response=self.num_response)
+        return there
+
+
+def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """The tensor on the device; a GPU gets it without anybody waiting: from pinned memory, in its turn."""
+    if tensor.is_cpu and torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class Task(Protocol):
@@ -74,6 +104,24 @@ class Task(Protocol):
 
     def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor | None:
         """[B] exact log p(response | prompt) in nats (-inf where impossible), or None where it is not known."""
+
+
+def held_out_split(task: Task) -> str:
+    """What the split `test` of a task is: its optional `held_out` says so where it has several, as gsm8k does."""
+    return str(getattr(task, "held_out", "test"))
+
+
+def on_split(task: Task, split: str) -> Task:
+    """The same task with another held-out split, one of its optional `held_out_splits`."""
+    choices = getattr(task, "held_out_splits", (held_out_split(task),))
+    if split not in choices:
+        raise ValueError(
+            f"task {task.name} has no held-out split {split!r}; {did_you_mean(split, choices)}choose from "
+            f"{', '.join(choices)}"
+        )
+    if split == held_out_split(task):
+        return task
+    return dataclasses.replace(task, held_out=split)  # type: ignore[type-var]
 
 
 def check_task(task: Task) -> None:

@@ -6,17 +6,20 @@ Losses are in nats a response token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from unmask.decoding.confidence import confidence, features, log_probabilities, spread
+from unmask.decoding.confidence import confidence, features, log_probabilities
+from unmask.models.backbone import Layout, places, stream_dtype
 from unmask.models.networks import Denoiser
 from unmask.models.order_model import OrderModel
 from unmask.streams import Purpose, uniforms
-from unmask.tasks.task import Examples
+from unmask.tasks.task import Examples, sent
 from unmask.variational.elbo import BoundTerms, bound_terms
 from unmask.variational.estimators import Baseline, MovingAverage, estimate_bound
 from unmask.variational.posterior import log_prob, sample_times, sample_trajectories
@@ -27,19 +30,49 @@ class Outcome(NamedTuple):
     metrics: dict[str, Tensor]  # scalars without gradient
 
 
+def placed(examples: Examples, network: nn.Module) -> tuple[Examples, Layout]:
+    """The examples on the device of a network, and their layout, without waiting for the device.
+
+    No mask where nothing is padded, which lets attention take its fastest path.
+    """
+    weight, total = next(network.parameters()), int(examples.num_tokens.sum())
+    examples = examples.to(weight.device)
+    attention = None if total == examples.tokens.numel() else examples.attention
+    return examples, Layout.of(examples.tokens, attention, stream_dtype(weight), total)
+
+
 class Reading(NamedTuple):
     """What the denoiser says of the masked positions of R sequences, M of them."""
 
     hidden: Tensor  # [R, L, D]
-    logits: Tensor  # [M, V]: the masked positions only, row by row
+    at: Tensor  # [M]: the masked places of the flattened [R, L]
+    logits: Tensor  # [M, V]
     log_mu: Tensor  # [R, L]: log-probability of the true token where masked, else 0
 
 
-def read_denoiser(denoiser: Denoiser, tokens: Tensor, masked: Tensor, attention: Tensor | None) -> Reading:
-    """Mask the clean tokens [R, L] where `masked` [R, L] and ask for them back; logits only where masked."""
+def read_denoiser(
+    denoiser: Denoiser,
+    tokens: Tensor,
+    masked: Tensor,
+    attention: Tensor | Layout | None,
+    num_masked: int | None = None,
+    likelihood: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Reading:
+    """Mask the clean tokens [R, L] where `masked` [R, L] and ask for them back; logits only where masked.
+
+    num_masked: M, where known; likelihood: `log_likelihood`, or the same compiled.
+    """
     hidden = denoiser.hidden(torch.where(masked, denoiser.mask_token_id, tokens), attention)
-    logits = denoiser.logits(hidden[masked])
-    return Reading(hidden, logits, spread(log_likelihood(logits, tokens[masked]), masked))
+    at = places(masked, num_masked)
+    logits = denoiser.logits(hidden.flatten(0, 1)[at])
+    log_mu = (likelihood or log_likelihood)(logits, tokens.flatten()[at])
+    return Reading(hidden, at, logits, scatter(log_mu, at, masked))
+
+
+def scatter(values: Tensor, at: Tensor, like: Tensor) -> Tensor:
+    """Values [M, ...] at the places `at` [M] of a flattened canvas shaped like `like`, 0 elsewhere; differentiable."""
+    canvas = values.new_zeros(like.numel(), *values.shape[1:]).index_copy(0, at, values)
+    return canvas.view(*like.shape, *values.shape[1:])
 
 
 def log_likelihood(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -64,26 +97,37 @@ class DenoiseObjective(nn.Module):
     NELBO / N, is then the mean cross-entropy over the masks.  The prompt is never masked.
     """
 
-    def __init__(self, denoiser: Denoiser, seed: int) -> None:
+    def __init__(self, denoiser: Denoiser, seed: int, compile: bool = False) -> None:
         super().__init__()
         self.denoiser = denoiser
         self.seed = seed
+        self.mask, self.likelihood = mask_uniformly, log_likelihood
+        if compile:
+            self.mask = torch.compile(self.mask, dynamic=False)
+            self.likelihood = torch.compile(self.likelihood, dynamic=True)
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
         """examples and ids [B]; u [B] stratified uniforms, which choose the counts m."""
-        masked = mask_uniform_count(examples, u, self.seed, ids)
-        reading = read_denoiser(self.denoiser, examples.tokens, masked, padding(examples))
-        loss = -(reading.log_mu.sum(-1) / masked.sum(-1)).mean()
+        examples, layout = placed(examples, self.denoiser)
+        tokens = examples.tokens
+        counts = mask_counts(u.cpu(), examples.num_response)
+        num_masked, counts, ids = int(counts.sum()), sent(counts, tokens.device), sent(ids, tokens.device)
+        masked = self.mask(examples.response, examples.position, counts, ids, self.seed)
+        reading = read_denoiser(self.denoiser, tokens, masked, layout, num_masked, self.likelihood)
+        loss = -(reading.log_mu.sum(-1) / counts).mean()
         return Outcome(loss, {"elbo": -loss.detach()})
 
 
-def mask_uniform_count(examples: Examples, u: Tensor, seed: int, ids: Tensor) -> Tensor:
-    """[B, L] bool: m = 1 + floor(u N) of the N response positions of each row, chosen uniformly."""
-    response = examples.response
-    count = 1 + (u.to(response.device) * response.sum(-1)).floor().long()
-    draw = uniforms(seed, Purpose.MASKING, ids[:, None], examples.position, dtype=torch.float64)
+def mask_counts(u: Tensor, num_response: Tensor) -> Tensor:
+    """m = 1 + floor(u N) [B]."""
+    return 1 + (u * num_response).floor().long()
+
+
+def mask_uniformly(response: Tensor, position: Tensor, counts: Tensor, ids: Tensor, seed: int) -> Tensor:
+    """[B, L] bool: `counts` [B] of the response positions [B, L] of each row, every choice equally likely."""
+    draw = uniforms(seed, Purpose.MASKING, ids[:, None], position, dtype=torch.float64)
     rank = draw.masked_fill(~response, 2.0).argsort(-1).argsort(-1)
-    return response & (rank < count[:, None])
+    return response & (rank < counts[:, None])
 
 
 class OrderObjective(nn.Module):
@@ -108,18 +152,24 @@ class OrderObjective(nn.Module):
         learn_denoiser: bool = True,
         attach_selector: bool = False,
         initial_kl_weight: float = 1.0,
+        compile: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.initial_kl_weight = self.kl_weight = initial_kl_weight
         self.budget, self.trajectories, self.baseline, self.seed = budget, trajectories, baseline, seed
         self.learn_denoiser, self.attach_selector = learn_denoiser, attach_selector
+        self.parts = _Parts(self.draw, log_likelihood, selector_features, bound_terms)
+        if compile:
+            still, moving = (partial(torch.compile, dynamic=dynamic) for dynamic in (False, True))
+            draw, likelihood, features, terms = self.parts
+            self.parts = _Parts(still(draw), moving(likelihood), moving(features), still(terms))
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
         """examples and ids [B]; u [B] stratified uniforms, which choose the times t."""
-        t = sample_times(u.to(ids.device), self.budget)
-        num_response = examples.response.sum(-1)
+        t = sample_times(u, self.budget)
         terms, log_q, masked = self.terms(examples, ids, t)
+        t, num_response = sent(t, masked.device), sent(examples.num_response, masked.device)
         objective = terms.reconstruction - self.kl_weight * terms.order_kl
         estimate = estimate_bound(objective, log_q, t, self.budget, self.baseline)
         loss = (estimate.loss / num_response).mean()
@@ -144,47 +194,73 @@ class OrderObjective(nn.Module):
 
     def terms(self, examples: Examples, ids: Tensor, t: Tensor) -> tuple[BoundTerms, Tensor, Tensor]:
         """F1 and KL [B, k], log Q [B, k] and the masks of x_{t+1} [B, k, L], at the times t [B]."""
-        model, k, response = self.model, self.trajectories, examples.response
+        model, k = self.model, self.trajectories
         assert model.scorer is not None
-        scores = model.scorer(examples.tokens, padding(examples))  # [B, L]: one pass, whatever k and t
-        drawn = sample_trajectories(scores, response, t, self.budget, model.config.tau, self._uniforms(ids, examples))
-        log_q = log_prob(scores, response, t, self.budget, model.config.tau, drawn)
+        examples, layout = placed(examples, model)
+        device = examples.tokens.device
+        first_step = (t == self.budget - 1).cpu()  # [B]
+        t, ids = sent(t, device), sent(ids, device)
+        scores = model.scorer(examples.tokens, layout)  # [B, L]: one pass, whatever k and t
+        # Made here: Triton would take numbers that a compiled program counts out itself for 32-bit ones.
+        steps, trajectory = torch.arange(1, self.budget, device=device), torch.arange(k, device=device)
+        masked, log_q = self.parts.draw(scores, examples.response, t, ids, examples.position, steps, trajectory)
 
         # x_T is the same for all k trajectories, so at t = T-1 one of them is evaluated and stands for all; where no
         # mask is left, F = 0 and nothing is evaluated.
-        first_step = (t == self.budget - 1)[:, None]  # [B, 1]
-        needed = drawn.masked.any(-1) & (~first_step | (torch.arange(k, device=t.device) == 0))  # [B, k]
-        log_mu, logits = self._evaluate(examples, drawn.masked, t, needed)
-        first_step = first_step[..., None]
-        log_mu = torch.where(first_step, log_mu[:, :1], log_mu)
-        logits = torch.where(first_step, logits[:, :1], logits)
-        terms = bound_terms(scores, drawn.masked, t, model.config.tau, log_mu, logits, model.selection)
-        return terms, log_q, drawn.masked
+        num_masked = masked.sum(-1).cpu()  # [B, k]: the one time that the device is waited for
+        needed = (num_masked > 0) & (~first_step[:, None] | (torch.arange(k) == 0))
+        log_mu, logits = self._evaluate(examples, masked, t, needed, int(num_masked[needed].sum()))
+        shared = sent(first_step, device)[:, None, None]
+        log_mu = torch.where(shared, log_mu[:, :1], log_mu)
+        logits = torch.where(shared, logits[:, :1], logits)
+        terms = self.parts.terms(scores, masked, t, model.config.tau, log_mu, logits, model.selection)
+        return terms, log_q, masked
 
-    def _evaluate(self, examples: Examples, masked: Tensor, t: Tensor, needed: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(
+        self,
+        scores: Tensor,
+        response: Tensor,
+        t: Tensor,
+        ids: Tensor,
+        position: Tensor,
+        steps: Tensor,
+        trajectory: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """k trajectories a sequence: the masks of x_{t+1} [B, k, L], and log Q [B, k]."""
+        tau, budget = self.model.config.tau, self.budget
+        drawn = sample_trajectories(scores, response, t, budget, tau, self._uniforms(ids, position, steps, trajectory))
+        return drawn.masked, log_prob(scores, response, t, budget, tau, drawn)
+
+    def _uniforms(self, ids: Tensor, position: Tensor, steps: Tensor, trajectory: Tensor) -> Tensor:
+        """[T-1, B, k, L]: a function of seed, id, trajectory, step and position alone."""
+        words = ids[:, None, None], trajectory[:, None], steps[:, None, None, None], position[:, None]
+        return uniforms(self.seed, Purpose.TRAJECTORY, *words)
+
+    def _evaluate(
+        self, examples: Examples, masked: Tensor, t: Tensor, needed: Tensor, num_masked: int
+    ) -> tuple[Tensor, Tensor]:
         """log mu of the true token and selector logits, [B, k, L] each, for the trajectories in `needed` [B, k]."""
         model = self.model
         assert model.selector is not None
-        row, _ = needed.nonzero(as_tuple=True)  # the sequence of each of R trajectories
-        at = masked[needed]  # [R, L]
-        tokens = examples.tokens[row]
-        attention = None if padding(examples) is None else examples.attention[row]
+        which = places(needed, None)  # [R], on the CPU, as `needed`
+        chosen = examples.rows(which // self.trajectories)
+        which = sent(which, masked.device)
+        at = masked.flatten(0, 1)[which]  # [R, L]
+        chosen, layout = placed(chosen, model)
         with torch.set_grad_enabled(self.learn_denoiser and torch.is_grad_enabled()):
-            reading = read_denoiser(self.model.denoiser, tokens, at, attention)
-        said, hidden = selector_features(reading.logits), reading.hidden
+            reading = read_denoiser(model.denoiser, chosen.tokens, at, layout, num_masked, self.parts.likelihood)
+        said, hidden = self.parts.features(reading.logits), reading.hidden
         if not self.attach_selector:
             said, hidden = said.detach(), hidden.detach()
-        logits = model.selector(hidden, spread(said, at), at, t[row], self.budget, attention)  # [R, L]
-        return spread(reading.log_mu, needed), spread(logits, needed)
-
-    def _uniforms(self, ids: Tensor, examples: Examples) -> Tensor:
-        """[T-1, B, k, L]: a function of seed, id, trajectory, step and position alone."""
-        steps = torch.arange(1, self.budget, device=ids.device)[:, None, None, None]
-        trajectory = torch.arange(self.trajectories, device=ids.device)[:, None]
-        position = examples.position[:, None]  # [B, 1, L]
-        return uniforms(self.seed, Purpose.TRAJECTORY, ids[:, None, None], trajectory, steps, position)
+        times = t[which // self.trajectories]
+        logits = model.selector(hidden, scatter(said, reading.at, at), at, times, self.budget, layout)  # [R, L]
+        return tuple(scatter(values, which, masked[..., 0]) for values in (reading.log_mu, logits))  # type: ignore[return-value]
 
 
-def padding(examples: Examples) -> Tensor | None:
-    """None where nothing is padded, which lets attention take its fastest path."""
-    return None if bool(examples.attention.all()) else examples.attention
+class _Parts(NamedTuple):
+    """What is worth compiling beside the networks: many small operations each."""
+
+    draw: Callable[..., tuple[Tensor, Tensor]]
+    likelihood: Callable[[Tensor, Tensor], Tensor]
+    features: Callable[[Tensor], Tensor]
+    terms: Callable[..., BoundTerms]

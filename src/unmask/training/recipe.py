@@ -54,6 +54,7 @@ _SHAPE = ("width", "layers", "heads", "intermediate")
 @dataclass(frozen=True)
 class ModelRecipe:
     size: str = ""  # a name such as "34m"; or leave it out and give the four numbers
+    label: str = ""  # what records call the model; "": the size, or layers x width
     width: int = 0
     layers: int = 0
     heads: int = 0
@@ -212,7 +213,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, text: str) -> Recipe:
-        return _build(cls, json.loads(text), "recipe")
+        return build(cls, json.loads(text), "recipe")
 
 
 def recipe_folder() -> Path:
@@ -242,7 +243,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
         _override(values, override)
-    return _build(Recipe, values, "recipe")
+    return build(Recipe, values, "recipe")
 
 
 def _override(values: dict[str, Any], override: str) -> None:
@@ -263,7 +264,7 @@ def _override(values: dict[str, Any], override: str) -> None:
     table[last] = value
 
 
-def _build(cls: type[Any], values: Any, where: str) -> Any:
+def build(cls: type[Any], values: Any, where: str) -> Any:
     """The dataclass `cls` from a table, every key and type checked."""
     if not isinstance(values, Mapping):
         raise RecipeError(f"{where} must be a table, not {_describe(values)}")
@@ -291,7 +292,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         inner = next(arg for arg in get_args(hint) if arg is not type(None))
         return None if value is None else _convert(inner, value, where)
     if dataclasses.is_dataclass(hint):
-        return _build(hint, value, where)  # type: ignore[arg-type]
+        return build(hint, value, where)  # type: ignore[arg-type]
     if get_origin(hint) is Literal:
         choices = get_args(hint)
         if value not in choices:

@@ -62,7 +62,8 @@ def train(recipe: Recipe, out: Path, *, force: bool = False, cpu: bool = False) 
     replaced = _prepare_folder(out, force)
     (out / "recipe.json").write_text(recipe.to_json())
     metrics = Metrics(out / "metrics.jsonl")
-    _place(model, recipe, accelerator)
+    compiled = recipe.compile and accelerator.device.type == "cuda"
+    _place(model, compiled, accelerator)
     warn_of_time(recipe, model, task, accelerator.device)
 
     def stage(
@@ -79,9 +80,9 @@ def train(recipe: Recipe, out: Path, *, force: bool = False, cpu: bool = False) 
     if recipe.denoise:
         rates = {"denoiser": (model.denoiser, recipe.denoise.learning_rate)}
         index = 3 if recipe.init else 0  # the run that `init` names may have seen the examples of stage 0
-        stage("denoise", index, DenoiseObjective(model.denoiser, recipe.seed), rates, recipe.denoise, model)
+        stage("denoise", index, DenoiseObjective(model.denoiser, recipe.seed, compiled), rates, recipe.denoise, model)
     if recipe.order:
-        before = _place(_copy_denoiser(model), recipe, accelerator)
+        before = _place(_copy_denoiser(model), compiled, accelerator)
         before.save_pretrained(out / "denoiser")
         order = OrderObjective(
             model,
@@ -92,13 +93,14 @@ def train(recipe: Recipe, out: Path, *, force: bool = False, cpu: bool = False) 
             learn_denoiser=recipe.order.denoiser_rate > 0,
             attach_selector=recipe.order.attach_selector,
             initial_kl_weight=recipe.order.kl_weight,
+            compile=compiled,
         )
         rates = _order_rates(model, recipe.order)
         stage("order", 1, order, rates, recipe.order, model, begin_update=order.begin_update)
         if recipe.order.denoiser_rate > 0:
             plain = continued(recipe)
             rates = {"denoiser": (before.denoiser, plain.learning_rate)}
-            stage("baseline", 2, DenoiseObjective(before.denoiser, recipe.seed), rates, plain, before)
+            stage("baseline", 2, DenoiseObjective(before.denoiser, recipe.seed, compiled), rates, plain, before)
             before.save_pretrained(out / "baseline")
     model.requires_grad_(True).eval()
     model.save_pretrained(out)
@@ -257,14 +259,19 @@ def _check_vocabulary(model: OrderModel, task: Task, where: str) -> None:
             )
 
 
-def _place(model: OrderModel, recipe: Recipe, accelerator: Accelerator) -> OrderModel:
-    """The model on its device, compiled there if the recipe asks for it."""
+def _place(model: OrderModel, compiled: bool, accelerator: Accelerator) -> OrderModel:
+    """The model on its device, its networks compiled or not."""
     model.to(accelerator.device)
-    if recipe.compile and accelerator.device.type == "cuda":
-        for module in model.modules():
-            if isinstance(module, Backbone | Selector):  # the heavy parts; no shape inside them depends on the data
-                module.run = torch.compile(module.run, dynamic=True)  # type: ignore[method-assign]
+    if compiled:
+        compile_networks(model)
     return model
+
+
+def compile_networks(model: OrderModel) -> None:
+    """Compile the heavy parts, whatever the number of their tokens."""
+    for module in model.modules():
+        if isinstance(module, Backbone | Selector):
+            module.run = torch.compile(module.run, dynamic=True)  # type: ignore[method-assign, assignment]
 
 
 def _copy_denoiser(model: OrderModel) -> OrderModel:

@@ -1,0 +1,414 @@
+"""Studies: an experiment of many runs as a list of `unmask train` and `unmask evaluate` commands, done once each.
+
+A study is a TOML file:
+
+policies, others       heuristics; of the others only the best joins in after the first split, where it is chosen
+bf16                   evaluate with the denoiser's trunk in bfloat16
+[[train]]              a run for each seed: `recipe` with the overrides `set`, from the run that `start` names
+[[evaluate]]           a held-out split: every order, and every heuristic at the steps that the orders take
+
+OUT/RUN/                            the folder of a run
+OUT/results/STUDY.jsonl             the records of all runs
+OUT/results/STUDY/gains.jsonl       the orders against the heuristics at equal steps, seeds together
+OUT/results/STUDY/stages.jsonl      the command, the wall time and the hardware of each stage
+OUT/results/STUDY/recipes/RUN.json  the recipe of a run
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import shlex
+import shutil
+import time
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from unmask.jsonl import append_jsonl, read_jsonl
+from unmask.suggest import did_you_mean
+from unmask.training.recipe import Recipe, RecipeError, build, load_recipe, recipe_folder
+
+if TYPE_CHECKING:
+    from unmask.comparison import Result
+
+Command = list[str]
+BEST_OTHER = "BEST-OTHER"  # what a command shows before the best of the other rules is known
+FREE = ("evaluate", "saving", "threads", "compile")  # what a recipe may say otherwise: the model would be the same
+SEED = 0  # of the sampling, the same for every order: it must be, if they are to be compared
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run, or one for each seed."""
+
+    name: str
+    recipe: str  # a name, or a file beside the study's
+    start: str = ""  # the name of an earlier one, whose denoiser it starts from
+    set: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()  # none: the recipe's own
+
+    def runs(self) -> list[tuple[str, list[str]]]:
+        """The name of each run, and what its seed overrides."""
+        if not self.seeds:
+            return [(self.name, [])]
+        return [(f"{self.name}-seed{seed}", [f"seed={seed}"]) for seed in self.seeds]
+
+
+@dataclass(frozen=True)
+class Split:
+    """What is evaluated on a held-out split."""
+
+    split: str
+    examples: int
+    steps: tuple[int, ...] = ()  # at which the heuristics run besides
+
+
+@dataclass(frozen=True)
+class Study:
+    train: tuple[Training, ...]
+    evaluate: tuple[Split, ...] = ()
+    policies: tuple[str, ...] = ("iid", "top-prob", "margin")
+    others: tuple[str, ...] = ()
+    bf16: bool = False
+
+    def __post_init__(self) -> None:
+        names = [training.name for training in self.train]
+        stages = [*names, *(split.split for split in self.evaluate)]
+        if twice := [name for name in stages if stages.count(name) > 1]:
+            raise ValueError(f"two stages are called {twice[0]!r}")
+        for place, training in enumerate(self.train):
+            if training.start and training.start not in names[:place]:
+                raise ValueError(f"{training.name} starts from {training.start!r}, which is no run before it")
+            if training.start and self.train[names.index(training.start)].seeds:
+                raise ValueError(f"{training.name} starts from {training.start!r}, which has several seeds")
+
+
+class Stage(NamedTuple):
+    """One command."""
+
+    name: str  # RUN, or SPLIT/RUN
+    of: tuple[str, ...]  # the names under which a user may ask for it
+    command: Command
+    runs: tuple[str, ...]  # whose models it uses; a training has none
+
+
+@dataclass(frozen=True)
+class Done:
+    """A line of stages.jsonl: an attempt at a stage."""
+
+    stage: str
+    command: str
+    finished: bool
+    seconds: float
+    device: str
+    torch: str
+    revision: str
+    models: str  # hash of what the models that it used say of themselves
+
+
+def study_folder() -> Path:
+    return recipe_folder() / "studies"
+
+
+def known_studies() -> list[str]:
+    """The names of the studies that come with unmask."""
+    return sorted(study.stem for study in study_folder().glob("*.toml"))
+
+
+def load_study(name: str) -> tuple[Study, Path]:
+    """A study by path, or by the name of one that comes with unmask; and its file."""
+    path = Path(name)
+    if not path.is_file():
+        path = study_folder() / f"{name}.toml"
+    if not path.is_file():
+        known = known_studies()
+        raise RecipeError(f"no study {name!r}; {did_you_mean(name, known)}give a file or one of {', '.join(known)}")
+    try:
+        values = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not valid TOML: {error}") from None
+    study: Study = build(Study, values, "study")
+    return study, path
+
+
+class Reproduction:
+    """A study in a folder.  `command` runs one command of the command line in this process."""
+
+    def __init__(
+        self,
+        study: Study,
+        path: Path,
+        out: Path,
+        overrides: Sequence[str] = (),
+        cpu: bool = False,
+        command: Callable[[Command], None] = lambda arguments: None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.study, self.path, self.out, self.cpu, self.command, self.say = study, path, out, cpu, command, say
+        self.records = out / "results" / f"{path.stem}.jsonl"
+        self.beside = out / "results" / path.stem
+        self.recipes: dict[str, tuple[str, list[str]]] = {}  # by run: the recipe's name and its overrides
+        self.training: dict[str, Training] = {}
+        self.best_other: str | None = None
+        given = [_addressed(override) for override in overrides]
+        for training in study.train:
+            beside = path.parent / training.recipe
+            name = str(beside) if beside.is_file() else training.recipe
+            start = [f"init={out / training.start}"] if training.start else []
+            for run, seed in training.runs():
+                own = [value for whose, value in given if whose in ("", run, training.name)]
+                self.recipes[run] = (name, [*start, *training.set, *seed, *own])
+                self.training[run] = training
+        known = {"", *self.training, *(training.name for training in study.train)}
+        if unknown := [whose for whose, _ in given if whose not in known]:
+            raise ValueError(f"--set: no run {unknown[0]!r}; {_instead(unknown[0], known)}")
+
+    # --- what there is to do ------------------------------------------------------------------------------------------
+
+    def stages(self, wanted: Sequence[str] = ()) -> list[Stage]:
+        """All stages in order, or those that are asked for: by run, by the name of a training, or by split."""
+        trainings = [self._train(run) for run in self.recipes]
+        names = {name for stage in trainings for name in stage.of} | {split.split for split in self.study.evaluate}
+        for name in wanted:
+            if name not in names:
+                raise ValueError(f"no stage {name!r}; {_instead(name, names)}")
+        chosen = [stage for stage in trainings if not wanted or set(stage.of) & set(wanted)]
+        there = {stage.name for stage in chosen} | {run for run in self.recipes if self._is_trained(run)}
+        for split in self.study.evaluate:
+            if not wanted or split.split in wanted:
+                chosen += self._evaluate(split, [run for run in self.recipes if run in there])
+        return chosen
+
+    def _recipe(self, run: str) -> Recipe:
+        name, overrides = self.recipes[run]
+        return load_recipe(name, overrides)
+
+    def _is_trained(self, run: str) -> bool:
+        folder = self.out / run
+        return (folder / "config.json").exists() and not (folder / "checkpoints").exists()
+
+    def _is_joint(self, run: str) -> bool:
+        order = self._recipe(run).order
+        return order is not None and order.denoiser_rate > 0
+
+    def _train(self, run: str) -> Stage:
+        recipe, overrides = self.recipes[run]
+        sets = [word for override in overrides for word in ("--set", override)]
+        return Stage(run, (run, self.training[run].name), self._on_device(["train", recipe, *sets], run, "--out"), ())
+
+    def _evaluate(self, split: Split, runs: Sequence[str]) -> list[Stage]:
+        """Orders first: the heuristics run at the steps that these take."""
+        orders = [run for run in runs if self._recipe(run).order is not None]
+        frozen = [run for run in orders if self.training[run].start and not self._is_joint(run)]
+        first = split == self.study.evaluate[0]
+        rules = [*self.study.policies, *([BEST_OTHER] if self.study.others and not first else [])]
+        stages = [self._evaluation(split, run, ["learned"]) for run in frozen]
+        for run in [run for run in runs if run not in frozen]:
+            if run in orders:  # it brings its own denoiser for the heuristics
+                stages.append(self._evaluation(split, run, ["learned", *rules]))
+                continue
+            against = [order for order in frozen if self.training[order].start == run]
+            stages.append(self._evaluation(split, run, rules, split.steps, against))
+            if first and self.study.others and against:
+                stages.append(self._evaluation(split, run, self.study.others, (), against, "others"))
+        return stages
+
+    def known(self, stage: Stage) -> Stage:
+        """With the best of the other rules in the place of BEST_OTHER, once it is known."""
+        if BEST_OTHER in stage.command:
+            self.best_other = self.best_other or self._best_other()
+            if self.best_other:
+                known = [self.best_other if word == BEST_OTHER else word for word in stage.command]
+                return stage._replace(command=known)
+        return stage
+
+    def _evaluation(
+        self,
+        split: Split,
+        run: str,
+        policies: Sequence[str],
+        steps: Sequence[int] = (),
+        against: Sequence[str] = (),
+        part: str = "",
+    ) -> Stage:
+        words = ["--split", split.split, "--examples", str(split.examples), "--seed", str(SEED)]
+        words += ["--temperature", f"{self._recipe(run).evaluate.temperature:g}"]
+        for option, values in (("--policy", policies), ("--steps", steps)):
+            words += [word for value in values for word in (option, str(value))]
+        words += [word for order in against for word in ("--against", str(self.out / order))]
+        words += ["--bf16"] if self.study.bf16 else []
+        command = self._on_device(["evaluate", str(self.out / run), *words])
+        return Stage("/".join([split.split, run, *([part] if part else [])]), (split.split,), command, (run, *against))
+
+    def _on_device(self, words: list[str], run: str = "", option: str = "") -> Command:
+        out = [option, str(self.out / run)] if option else []
+        return [*words, *out, *(["--cpu"] if self.cpu else [])]
+
+    # --- doing it -----------------------------------------------------------------------------------------------------
+
+    def run(self, wanted: Sequence[str] = ()) -> None:
+        """Do what has not been done; what was interrupted goes on, and the rest is as it was."""
+        stages = self.stages(wanted)
+        try:
+            for place, planned in enumerate(stages, start=1):
+                stage = self.known(planned)
+                shown = f"[{place}/{len(stages)}] {stage.name}"
+                if self._is_done(stage):
+                    self.say(f"{shown}: done before")
+                    continue
+                self.say(f"{shown}: {written(stage)}")
+                self._do(stage)
+        finally:
+            self.collect()
+
+    def _is_done(self, stage: Stage) -> bool:
+        if stage.runs:
+            models = self._models(stage)
+            return any(
+                done.finished and (done.stage, done.command, done.models) == (stage.name, written(stage), models)
+                for done in self.done()
+            )
+        if not self._is_trained(stage.name):
+            return False
+        folder = self.out / stage.name
+        try:
+            was = Recipe.from_json((folder / "recipe.json").read_text())
+        except (OSError, ValueError):
+            raise ValueError(f"{folder}/recipe.json is missing or damaged: move the folder away") from None
+        wanted = asdict(self._recipe(stage.name))
+        if keys := [key for key in wanted if key not in FREE and asdict(was)[key] != wanted[key]]:
+            raise ValueError(
+                f"{folder} was trained by a recipe with another {' and '.join(keys)}: move it away, "
+                "or give another --out"
+            )
+        return True
+
+    def _models(self, stage: Stage) -> str:
+        """Twelve hex digits that change with the weights: config.json holds their checksum."""
+        texts = [(self.out / run / "config.json").read_bytes() for run in stage.runs if self._is_trained(run)]
+        return hashlib.sha256(b"".join(texts)).hexdigest()[:12] if texts else ""
+
+    def _do(self, stage: Stage) -> None:
+        import torch
+
+        from unmask.evaluation import device_name, revision
+
+        if BEST_OTHER in stage.command:
+            first = self.study.evaluate[0].split
+            raise ValueError(f"{stage.name} needs the best of {', '.join(self.study.others)}: run stage {first} first")
+        for run in stage.runs:
+            if not self._is_trained(run):
+                raise ValueError(f"{stage.name} needs {self.out / run}: run its stage first")
+        command = stage.command
+        if not stage.runs and (self.out / stage.name / "recipe.json").exists():
+            command = [*command, "--force"]  # it was interrupted
+        on_gpu = torch.cuda.is_available() and not self.cpu
+        started, finished = time.perf_counter(), False
+        try:
+            self.command(command)
+            finished = True
+        finally:
+            self.beside.mkdir(parents=True, exist_ok=True)
+            done = Done(
+                stage.name,
+                written(stage),
+                finished,
+                round(time.perf_counter() - started, 3),
+                device_name(torch.device("cuda" if on_gpu else "cpu")),
+                torch.__version__,
+                revision(),
+                self._models(stage),
+            )
+            append_jsonl(self.beside / "stages.jsonl", [done])
+            # Compiled code is kept for each place in the source, not for each model: without this the tenth run of a
+            # study would run uncompiled.
+            torch._dynamo.reset()
+            gc.collect()
+            if on_gpu:
+                torch.cuda.empty_cache()
+
+    def done(self) -> list[Done]:
+        return read_done(self.beside / "stages.jsonl")
+
+    # --- what came of it ----------------------------------------------------------------------------------------------
+
+    def evaluated(self) -> list[Result]:
+        """Everything that has been evaluated, of all runs."""
+        from unmask.comparison import results
+        from unmask.report import read_records
+        from unmask.verdicts import VerdictFile
+
+        found = []
+        for run in self.recipes:
+            path = self.out / run / "results.jsonl"
+            if path.exists():
+                found += results(read_records(path), VerdictFile(path.with_name("verdicts.jsonl")))
+        return found
+
+    def collect(self) -> None:
+        """Put the records of all runs into one file, and the recipes and the gains beside it."""
+        from unmask.comparison import gains
+
+        (self.beside / "recipes").mkdir(parents=True, exist_ok=True)
+        for run in self.recipes:
+            if self._is_trained(run):
+                shutil.copy(self.out / run / "recipe.json", self.beside / "recipes" / f"{run}.json")
+        results = self.evaluated()
+        _rewrite(self.records, [result.record for result in results])
+        _rewrite(self.beside / "gains.jsonl", gains(results))
+
+    def _best_other(self) -> str | None:
+        """Of the other rules, the one with the best mean score at the steps of the orders on the first split.
+
+        A rule that never takes as many steps as an order counts with the score of its largest budget there.
+        """
+        from unmask.comparison import at_equal_steps, curves, rivals
+        from unmask.decoding.policies import parse_policy
+
+        first = self.study.evaluate[0]
+        results = [result for result in self.evaluated() if result.record.split == first.split]
+        scores: dict[str, list[float]] = {}
+        for learned in results:
+            record = learned.record
+            if record.trained_budget is None or record.plain_denoiser != record.denoiser:
+                continue
+            for curve in curves(rivals(record, results)):
+                equal = at_equal_steps(learned.mean_steps, curve).score
+                if equal is None:
+                    equal = max(curve, key=lambda result: result.record.budget).record.score
+                scores.setdefault(curve[0].record.policy, []).append(equal)
+        names = {parse_policy(rule).name for rule in self.study.others}
+        known = {rule: sum(found) / len(found) for rule, found in scores.items() if rule in names}
+        return max(known, key=lambda rule: known[rule]) if known else None
+
+
+def _addressed(override: str) -> tuple[str, str]:
+    """`NAME:key=value` as its name and the rest; without one, the name is empty."""
+    key, equals, value = override.partition("=")
+    name, _, key = key.rpartition(":")
+    return name, f"{key}{equals}{value}"
+
+
+def _instead(name: str, known: Iterable[str]) -> str:
+    return f"{did_you_mean(name, known)}choose from {', '.join(sorted(filter(None, known)))}"
+
+
+def read_done(path: Path) -> list[Done]:
+    return [Done(**row) for row in read_jsonl(path, Done)] if path.exists() else []
+
+
+def written(stage: Stage) -> str:
+    """As one would type it."""
+    return shlex.join(["unmask", *stage.command])
+
+
+def _rewrite(path: Path, items: Sequence[object]) -> None:
+    """The file anew; never a moment without one."""
+    fresh = path.with_suffix(".new")
+    fresh.unlink(missing_ok=True)
+    fresh.touch()
+    append_jsonl(fresh, items)
+    fresh.replace(path)

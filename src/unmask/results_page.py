@@ -1,0 +1,271 @@
+"""Records of studies -> the tables and plots of a Markdown page.
+
+FOLDER/STUDY.jsonl and FOLDER/STUDY/ are what `unmask reproduce` leaves.  What is made of them replaces the part of the
+page between two marks; everything else on the page is the author's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from unmask.comparison import PLAIN_RULES, Gain
+from unmask.evaluation import Record
+from unmask.jsonl import ResultsError, read_jsonl
+from unmask.report import Line, plot, read_records, svg
+from unmask.reproduction import Done, read_done
+
+BEGIN = "<!-- made by `unmask report`: changes between these marks are lost -->"
+END = "<!-- end of what `unmask report` made -->"
+RULES = {"iid": "IID", "top-prob": "top probability"}  # how the page calls them; the others by their own names
+LEGEND = (
+    "Accuracy in percent, greedy tokens. An order is compared with a rule at the same mean number of steps, the rule's "
+    "score interpolated linearly between its own nearest numbers of steps. *Best of three*: the best of IID, top "
+    "probability and margin there, chosen after the fact, which favours it. The interval of a gain is a 95% bootstrap "
+    "over problems and, where there are several, orders; that of an accuracy is Wilson's. *Flexible* takes the last "
+    "number for the answer; everything else is strict (`#### number`). *Frozen*: every rule runs on the very denoiser "
+    "that the order was learned on. *Joint*: the order's denoiser learned along, and the rules run on the denoiser "
+    "from before, plainly trained on as many further sequences."
+)
+
+
+class Results(NamedTuple):
+    """What is known of one study."""
+
+    name: str
+    records: list[Record]
+    gains: list[Gain]
+    done: list[Done]
+
+
+def read_results(folder: Path) -> list[Results]:
+    if not folder.is_dir():
+        raise ResultsError(f"{folder}: no such folder; give the folder of a study's records, OUT/results")
+    found = []
+    for path in sorted(folder.glob("*.jsonl")):
+        gains = folder / path.stem / "gains.jsonl"
+        found.append(
+            Results(
+                path.stem,
+                read_records(path),
+                [Gain(**row) for row in read_jsonl(gains, Gain)] if gains.exists() else [],
+                read_done(folder / path.stem / "stages.jsonl"),
+            )
+        )
+    if not any(results.records for results in found):
+        raise ResultsError(f"{folder} has no records: run `unmask reproduce` first and give its OUT/results")
+    return found
+
+
+def write_page(page: Path, folder: Path) -> None:
+    """Write the tables into the page, and the plots into a folder of the page's name beside it."""
+    studies = read_results(folder)
+    text = page.read_text() if page.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
+        raise ResultsError(
+            f"{page} needs the line `{BEGIN}` and, below it, the line `{END}`: what is between is replaced"
+        )
+    before, after = text[: text.index(BEGIN)], text[text.index(END) :]
+    plots = page.with_suffix("")
+    plots.mkdir(parents=True, exist_ok=True)
+    for results in studies:
+        for split in _splits(results.records):
+            chosen = [record for record in results.records if record.split == split]
+            (plots / _plot_name(results, split)).write_text(svg(plot(lines(chosen))) + "\n")
+    page.write_text(f"{before}{BEGIN}\n\n{tables(studies, plots.name)}\n{after}")
+
+
+def tables(studies: Sequence[Results], plots: str) -> str:
+    """All that stands between the marks; `plots` is the folder that the pictures are in."""
+    parts = [LEGEND]
+    for results in studies:
+        for split in _splits(results.records):
+            chosen = [record for record in results.records if record.split == split]
+            count = max(record.num_examples for record in chosen)
+            title = f"{', '.join(sorted({record.model for record in chosen}))}: {split}"
+            overlong = max((record.overlong or 0) for record in chosen)
+            note = f", of which {overlong} are too long for the model and count as wrong" if overlong else ""
+            gains = [gain for gain in results.gains if gain.split == split]
+            parts += [f"## {title}", f"{count:,} problems{note}. Denoisers: {_denoisers(chosen)}."]
+            parts.append(f"![{title}: accuracy against mean steps]({plots}/{_plot_name(results, split)})")
+            parts += [_table(*rows) for rows in (_orders(chosen, gains), _rivals(gains)) if rows[1]]
+            parts += [_table(*rows) for rows in _heuristics(chosen)]
+        if results.done:
+            parts += [f"## {results.name}: wall time", _times(results.done)]
+    return "\n\n".join(parts) + "\n"
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+Rows = tuple[list[str], list[list[str]]]
+
+
+def _orders(records: Sequence[Record], gains: Sequence[Gain]) -> Rows:
+    """Every seed of every order, and below the seeds of a group their mean with the gain."""
+    headings = ["order", "T", "seed", "steps", "range", "strict", "95%", "flexible", "best of three", "gain"]
+    rows = []
+    best = {_group(gain): gain for gain in gains if gain.best}
+    learned = sorted((r for r in records if r.trained_budget is not None), key=_place)
+    for group in dict.fromkeys(map(_group, learned)):
+        orders = [record for record in learned if _group(record) == group]
+        gain = best.get(group)
+        by_seed = dict(zip(gain.seeds, gain.seed_gains, strict=True)) if gain else {}
+        for record in orders:
+            own = f"{100 * by_seed[record.trained_seed]:+.1f}" if record.trained_seed in by_seed else "–"
+            rows.append(
+                [
+                    _kind(record),
+                    f"{record.trained_budget}",
+                    f"{record.trained_seed}",
+                    f"{record.mean_steps:.2f}",
+                    f"{record.min_steps}–{record.max_steps}",
+                    _percent(record.score),
+                    f"{_percent(record.ci_low)}–{_percent(record.ci_high)}",
+                    "–" if record.score_flexible is None else _percent(record.score_flexible),
+                    "",
+                    own,
+                ]
+            )
+        if gain:
+            rows.append(
+                [
+                    f"**{_kind(orders[0])}**",
+                    f"**{gain.trained_budget}**",
+                    f"**mean of {len(gain.seeds)}**",
+                    f"**{gain.mean_steps:.2f}**",
+                    "",
+                    f"**{_percent(gain.score)}**",
+                    "",
+                    "",
+                    f"{_percent(gain.rival_score)} {_called(gain.rival)}",
+                    f"**{_gain(gain)}**",
+                ]
+            )
+    return headings, rows
+
+
+def _rivals(gains: Sequence[Gain]) -> Rows:
+    """The orders of each group against every rule."""
+    headings = ["order", "T", "against", "its score at equal steps", "gain, 95%"]
+    ordered = sorted(gains, key=lambda g: (*_place(g), g.rival not in PLAIN_RULES, -g.rival_score, g.rival))
+    return headings, [
+        [_kind(g), f"{g.trained_budget}", _called(g.rival), _percent(g.rival_score), _gain(g)] for g in ordered
+    ]
+
+
+def _heuristics(records: Sequence[Record]) -> Iterable[Rows]:
+    """The rules on each denoiser, a column a budget."""
+    plain = [record for record in records if record.trained_budget is None]
+    for denoiser in dict.fromkeys(record.denoiser for record in plain):
+        own = [record for record in plain if record.denoiser == denoiser]
+        budgets = sorted({record.budget for record in own})
+        rules = sorted({record.policy for record in own}, key=lambda rule: (_rule_place(rule), rule))
+        rows = []
+        for rule in rules:
+            by_budget = {record.budget: record for record in own if record.policy == rule}
+            shown = [by_budget.get(budget) for budget in budgets]
+            rows.append([_called(rule), *("" if r is None else _reached(r) for r in shown)])
+        yield [f"`{denoiser[:6]}`, steps:", *map(str, budgets)], rows
+
+
+def _reached(record: Record) -> str:
+    """The score, with the steps where a rule took fewer than it was given."""
+    fewer = record.mean_steps < record.budget - 0.05
+    return _percent(record.score) + (f" ({record.mean_steps:.1f})" if fewer else "")
+
+
+def _times(done: Sequence[Done]) -> str:
+    """The stages by what one asks for: all seeds of an order, or all evaluations on a split."""
+    totals: dict[str, list[Done]] = {}
+    for attempt in done:
+        run = attempt.stage.partition("/")[0]
+        name = f"evaluate {run}" if "/" in attempt.stage else f"train {run.partition('-seed')[0]}"
+        totals.setdefault(name, []).append(attempt)
+    rows = [
+        [
+            name,
+            f"{len({attempt.stage for attempt in attempts})}",
+            f"{sum(attempt.seconds for attempt in attempts) / 60:.1f}",
+            ", ".join(sorted({attempt.device for attempt in attempts})),
+        ]
+        for name, attempts in totals.items()
+    ]
+    rows.append(["**all**", "", f"**{sum(attempt.seconds for attempt in done) / 60:.1f}**", ""])
+    return _table(["stage", "commands", "minutes", "hardware"], rows)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _percent(score: float) -> str:
+    return f"{100 * score:.1f}"
+
+
+def _gain(gain: Gain) -> str:
+    return f"{100 * gain.gain:+.1f} [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
+
+
+def _called(rule: str) -> str:
+    return RULES.get(rule, rule)
+
+
+def _rule_place(rule: str) -> int:
+    return PLAIN_RULES.index(rule) if rule in PLAIN_RULES else len(PLAIN_RULES)
+
+
+def _is_joint(order: Record | Gain) -> bool:
+    if isinstance(order, Gain):
+        return order.joint
+    return order.plain_denoiser not in (None, order.denoiser)
+
+
+def _kind(order: Record | Gain) -> str:
+    kind = "joint" if _is_joint(order) else "frozen"
+    return kind if order.policy == "learned" else f"{kind}, {order.policy}"
+
+
+def _group(order: Record | Gain) -> tuple[object, ...]:
+    """What the orders that differ in their seed only have in common on one split."""
+    same = (order.task, order.model, order.policy, order.trained_budget, order.num_examples)
+    return (*same, _is_joint(order), order.temperature, order.eos_policy, order.precision)
+
+
+def _place(order: Record | Gain) -> tuple[int | str, ...]:
+    seed = order.trained_seed if isinstance(order, Record) else 0
+    return (order.model, order.policy, int(_is_joint(order)), order.trained_budget or 0, seed or 0)
+
+
+def _splits(records: Sequence[Record]) -> list[str]:
+    return list(dict.fromkeys(record.split for record in records))
+
+
+def _denoisers(records: Sequence[Record]) -> str:
+    """Which weights the rules ran on, and on which the orders wrote."""
+    rules = dict.fromkeys(record.denoiser for record in records if record.trained_budget is None)
+    joint = dict.fromkeys(r.denoiser for r in records if r.trained_budget is not None and _is_joint(r))
+    said = f"rules on {', '.join(f'`{name[:6]}`' for name in rules)}" if rules else "no rule was evaluated"
+    return said + (f"; joint orders wrote with {', '.join(f'`{name[:6]}`' for name in joint)}" if joint else "")
+
+
+# --- plots ------------------------------------------------------------------------------------------------------------
+
+
+def lines(records: Sequence[Record]) -> list[Line]:
+    """A line a rule on the denoiser that most orders share, points for the orders, frozen and joint apart."""
+    learned = [record for record in records if record.trained_budget is not None]
+    plain = [record for record in records if record.trained_budget is None]
+    shared = [r for r in plain if not learned or r.denoiser in {o.denoiser for o in learned}] or plain
+    found = []
+    for rule in sorted({record.policy for record in shared}):
+        found.append(Line(_called(rule), [record for record in shared if record.policy == rule]))
+    for kind in sorted({_kind(record) for record in learned}):
+        own = [record for record in learned if _kind(record) == kind]
+        found.append(Line(f"learned, {kind}", own))
+    return found
+
+
+def _plot_name(results: Results, split: str) -> str:
+    return f"{results.name}-{split}.svg"

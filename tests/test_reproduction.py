@@ -1,0 +1,278 @@
+"""A whole study on hand-written problems: its commands, what it writes, and that nothing is done twice."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.tasks.test_gsm8k import TEST, many, write_jsonl
+from tests.test_cli import call, refused  # noqa: F401
+from tests.training.small import contents, json_lines
+from unmask import cli
+from unmask.comparison import Gain
+from unmask.jsonl import read_jsonl
+from unmask.report import read_records
+from unmask.reproduction import BEST_OTHER, Reproduction, load_study
+from unmask.training.recipe import load_recipe
+
+DENOISER = """
+threads = 1
+precision = "bf16"
+
+[task]
+name = "gsm8k"
+resample = 10
+vocab_size = 300
+prompt_length = 100
+response_length = 40
+
+[model]
+label = "tiny"
+width = 16
+layers = 1
+heads = 2
+intermediate = 16
+
+[denoise]
+updates = 2
+batch = 4
+warmup = 1
+
+[evaluate]
+examples = 6
+temperature = 0.0
+budgets = [3]
+"""
+ORDER = DENOISER.replace("[denoise]\nupdates = 2\n", "[order]\nupdates = 2\nbudget = 2\ntrajectories = 2\n").replace(
+    "width = 16\nlayers = 1\nheads = 2\nintermediate = 16\n", "selector.heads = 2\nscorer = {width = 8, heads = 2}\n"
+)
+STUDY = """
+policies = ["iid", "top-prob"]
+others = ["entropy", "left-to-right"]
+
+[[train]]
+name = "denoiser"
+recipe = "denoiser.toml"
+
+[[train]]
+name = "frozen"
+recipe = "order.toml"
+start = "denoiser"
+seeds = [0, 1]
+
+[[train]]
+name = "joint"
+recipe = "order.toml"
+start = "denoiser"
+set = ["order.denoiser_rate=1e-4"]
+
+[[evaluate]]
+split = "new-numbers-dev"
+examples = 6
+steps = [1, 4]
+
+[[evaluate]]
+split = "test"
+examples = 2
+"""
+FIRST = ["denoiser", "frozen-seed0", "frozen-seed1", "joint"]
+LATER = ["frozen-seed0", "frozen-seed1", "denoiser", "denoiser/others", "joint"]
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """The files of the study, with data, and the study done in `runs`: tests only read it."""
+    folder = tmp_path_factory.mktemp("study")
+    write_jsonl(folder / "train.jsonl", many())
+    write_jsonl(folder / "test.jsonl", TEST)
+    for name, text in (("denoiser", DENOISER), ("order", ORDER), ("study", STUDY)):
+        (folder / f"{name}.toml").write_text(text)
+    reproduction(folder, folder / "runs").run()
+    return folder
+
+
+def options(folder):
+    return [f"task.folder={folder}", f"task.cache={folder / 'cache'}"]
+
+
+def reproduction(folder, out, ran=None, fail_at=None, **values):
+    """With every command noted in `ran`; the command that starts with `fail_at` fails."""
+
+    def command(arguments):
+        if fail_at and " ".join(arguments).startswith(fail_at):
+            raise KeyboardInterrupt
+        if ran is not None:
+            ran.append(arguments)
+        cli._command(arguments)
+
+    return Reproduction(*load_study(str(folder / "study.toml")), out, options(folder), True, command, **values)
+
+
+def test_stages_in_order(study):
+    names = [stage.name for stage in reproduction(study, study / "nowhere").stages()]
+    assert names[:4] == FIRST
+    assert names[4:9] == [f"new-numbers-dev/{name}" for name in LATER]
+    assert names[9:] == [f"test/{name}" for name in LATER if name != "denoiser/others"]
+
+
+def test_what_it_writes(study):
+    results = study / "runs" / "results"
+    assert sorted(contents(results)) == sorted(
+        ["study.jsonl", "study/gains.jsonl", "study/stages.jsonl", *(f"study/recipes/{run}.json" for run in FIRST)]
+    )
+    stages = json_lines(results / "study" / "stages.jsonl")
+    names = [stage.name for stage in reproduction(study, study / "runs").stages()]
+    assert [stage["stage"] for stage in stages] == names
+    assert all(stage["finished"] and stage["seconds"] > 0 and stage["device"] == "cpu" for stage in stages)
+    assert all(stage["command"].startswith(("unmask train ", "unmask evaluate ")) for stage in stages)
+    everything = [record for run in FIRST for record in read_records(study / "runs" / run / "results.jsonl")]
+    assert read_records(results / "study.jsonl") == everything, "nothing is taken for something else"
+
+
+def test_the_records_tell_runs_and_splits_apart(study):
+    plain, frozen0, frozen1, joint = (read_records(study / "runs" / run / "results.jsonl") for run in FIRST)
+    denoiser = plain[0].denoiser
+    assert {record.split for record in plain} == {"new-numbers-dev", "test"}
+    assert {record.denoiser for record in plain} == {denoiser}
+    assert {record.trained_seed for record in plain} == {None}
+    for seed, records in enumerate((frozen0, frozen1)):
+        assert [(r.policy, r.split, r.trained_seed, r.seed) for r in records] == [
+            ("learned", split, seed, 0) for split in ("new-numbers-dev", "test")
+        ]
+        assert {(r.model, r.denoiser, r.plain_denoiser) for r in records} == {("tiny", denoiser, denoiser)}
+        assert [(r.num_examples, r.overlong) for r in records] == [(6, 0), (2, 0)]
+    learned = [record for record in joint if record.trained_budget is not None]
+    rivals = {record.denoiser for record in joint if record.trained_budget is None}
+    assert {record.plain_denoiser for record in learned} == rivals
+    assert denoiser not in rivals | {learned[0].denoiser}
+    assert all(r.score <= r.score_flexible <= 1 for r in [*plain, *joint])
+
+
+def test_of_the_other_rules_only_one_is_left_on_later_splits(study):
+    plain = read_records(study / "runs" / "denoiser" / "results.jsonl")
+    by_split = {split: {r.policy for r in plain if r.split == split} for split in ("new-numbers-dev", "test")}
+    assert by_split["new-numbers-dev"] == {"iid", "top-prob", "entropy", "left-to-right"}
+    assert by_split["test"] in ({"iid", "top-prob", "entropy"}, {"iid", "top-prob", "left-to-right"})
+    asked = [r.budget for r in plain if r.policy == "top-prob" and r.split == "new-numbers-dev"]
+    assert {1, 4} < set(asked), "the steps that were asked for, and those that a comparison needs"
+
+
+def test_the_gains_hold_both_seeds(study):
+    gains = [Gain(**row) for row in read_jsonl(study / "runs" / "results" / "study" / "gains.jsonl", Gain)]
+    frozen = [gain for gain in gains if not gain.joint]
+    assert {(gain.split, gain.rival) for gain in frozen} >= {
+        (split, rival) for split in ("new-numbers-dev", "test") for rival in ("iid", "top-prob")
+    }
+    assert all(gain.seeds == [0, 1] and gain.trained_budget == 2 for gain in frozen)
+    for split in ("new-numbers-dev", "test"):
+        assert [gain.split for gain in frozen if gain.best].count(split) == 1
+        assert [gain.split for gain in gains if gain.joint and gain.best].count(split) == 1
+
+
+def test_what_is_done_is_not_done_again(study):
+    ran, before = [], contents(study / "runs")
+    reproduction(study, study / "runs", ran).run()
+    assert ran == []
+    assert contents(study / "runs") == before
+
+
+def test_it_goes_on_where_it_stopped(study, tmp_path):
+    """A run that was interrupted is trained again, a finished one is not; the attempt is noted."""
+    out, ran = tmp_path / "runs", []
+    with pytest.raises(KeyboardInterrupt):
+        reproduction(study, out, ran, fail_at=f"train {study / 'order.toml'}").run(["denoiser", "frozen-seed1"])
+    (out / "frozen-seed1").mkdir()
+    (out / "frozen-seed1" / "recipe.json").write_text("{}")  # what a training that died leaves
+    assert [arguments[0] for arguments in ran] == ["train"]
+    reproduction(study, out, ran).run(["denoiser", "frozen-seed1", "new-numbers-dev"])
+    assert [arguments[0] for arguments in ran] == ["train", "train", "evaluate", "evaluate", "evaluate"]
+    assert ran[1][-1] == "--force"
+    stages = json_lines(out / "results" / "study" / "stages.jsonl")
+    assert [(stage["stage"], stage["finished"]) for stage in stages[:3]] == [
+        ("denoiser", True),
+        ("frozen-seed1", False),
+        ("frozen-seed1", True),
+    ]
+    assert read_records(out / "frozen-seed1" / "results.jsonl")[0] in read_records(out / "results" / "study.jsonl")
+
+
+def test_a_changed_model_is_evaluated_anew(study, tmp_path):
+    out, ran = tmp_path / "runs", []
+    reproduction(study, out).run(["denoiser", "new-numbers-dev"])
+    config = out / "denoiser" / "config.json"
+    config.write_text(config.read_text() + "\n")
+    reproduction(study, out, ran).run(["denoiser", "new-numbers-dev"])
+    assert [arguments[0] for arguments in ran] == ["evaluate"]
+
+
+def test_a_run_of_another_recipe_is_not_taken(study, tmp_path):
+    out = tmp_path / "runs"
+    reproduction(study, out).run(["denoiser"])
+    (recipe := out / "denoiser" / "recipe.json").write_text(recipe.read_text().replace('"updates": 2', '"updates": 3'))
+    with pytest.raises(ValueError, match="another denoise: move it away, or give another --out"):
+        reproduction(study, out).run(["denoiser"])
+    recipe.write_text(
+        recipe.read_text().replace('"updates": 3', '"updates": 2').replace('"budgets": [', '"budgets": [7,')
+    )
+    ran = []
+    reproduction(study, out, ran).run(["denoiser"])
+    assert ran == [], "what it says of its evaluation does not change the model"
+
+
+def test_on_the_command_line(study, tmp_path, call, refused):  # noqa: F811
+    words = ["reproduce", study / "study.toml", "--out", tmp_path / "runs", "--cpu"]
+    sets = [word for option in options(study) for word in ("--set", option)]
+    code, text, _ = call(*words, *sets, "--dry-run")
+    assert code == 0
+    assert not (tmp_path / "runs").exists()
+    commands = [shlex.split(line) for line in text.splitlines()]
+    assert len(commands) == 13
+    assert all(command[0] == "unmask" for command in commands)
+    assert [command for command in commands if BEST_OTHER in command] == commands[11:], "on test, all but the orders"
+    code, text, err = call(*commands[0][1:])
+    assert code == 0, err
+    code, text, err = call(*words, *sets, "--stage", "denoiser")
+    assert code == 0, err
+    assert "[1/1] denoiser: done before" in text
+    _, text, _ = call(*words, *sets, "--dry-run", "--set", "frozen:order.tau=0.2", "--set", "frozen-seed1:order.clip=2")
+    lines = text.splitlines()
+    assert [("order.tau=0.2" in line, "order.clip=2" in line) for line in lines[:4]] == [
+        (False, False),
+        (True, False),
+        (True, True),
+        (False, False),
+    ]
+    assert "--set: no run 'frozne'; did you mean 'frozen'?" in refused(*words, "--set", "frozne:order.tau=0.2")
+    assert "no stage 'frozne'; did you mean 'frozen'?" in refused(*words, *sets, "--stage", "frozne")
+    assert "test/denoiser needs the best of entropy, left-to-right: run stage new-numbers-dev first" in refused(
+        *words, *sets, "--stage", "test"
+    )
+    assert "no study 'gsm8k-30'; did you mean 'gsm8k-30m'?" in refused("reproduce", "gsm8k-30", "--out", tmp_path / "x")
+
+
+WRONG = {
+    "twice": ('name = "joint"', 'name = "frozen"', "two stages are called 'frozen'"),
+    "no such start": ('start = "denoiser"', 'start = "denoisr"', "starts from 'denoisr', which is no run before it"),
+    "unknown key": ("others =", "other =", "unknown key 'other'; did you mean 'others'?"),
+    "not TOML": ("[[train]]", "[[train", "is not valid TOML"),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "expected"), WRONG.values(), ids=WRONG.keys())
+def test_a_study_that_makes_no_sense(tmp_path, refused, old, new, expected):  # noqa: F811
+    path = tmp_path / "study.toml"
+    path.write_text(STUDY.replace(old, new, 1))
+    assert expected in refused("reproduce", path, "--out", tmp_path / "runs")
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "recipes" / "studies").glob("*.toml")), ids=str)
+def test_the_studies_that_come_with_unmask(path):
+    """Every recipe of theirs can be read, every order has a denoiser to start from, and every rule exists."""
+    whole = Reproduction(*load_study(path.stem), Path("runs"), ["task.folder=data"])
+    assert all("task.folder=data" in stage.command for stage in whole.stages() if not stage.runs)
+    for name, overrides in whole.recipes.values():
+        recipe = load_recipe(name, overrides)
+        assert json.loads(recipe.to_json())["task"]["folder"] == "data"
+        assert recipe.model.label
+        assert recipe.evaluate.temperature == 0

@@ -1,0 +1,187 @@
+"""The tables and plots of a Markdown page, from records made by hand; and the committed page from its records."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.test_cli import call, refused  # noqa: F401
+from tests.test_report import LEARNED
+from unmask.comparison import Gain
+from unmask.jsonl import append_jsonl
+from unmask.reproduction import Done
+from unmask.results_page import BEGIN, END, lines, read_results, tables, write_page
+
+ROOT = Path(__file__).parents[1]
+PLAIN, ALONG, FURTHER = "0123456789ab", "ba9876543210", "feedfeedfeed"
+COMMON = {
+    "denoiser": PLAIN,
+    "task": "gsm8k",
+    "model": "30m",
+    "split": "new-numbers",
+    "num_examples": 6000,
+    "temperature": 0.0,
+}
+
+
+def record(policy="learned", T=5, seed=0, **values):
+    """A learned order, or with T = None a rule."""
+    own = {"trained_budget": T, "trained_seed": None if T is None else seed, "budget": T or 5, "overlong": 3}
+    own |= {"plain_denoiser": None if T is None else PLAIN, "mean_steps": float(T or 5), "max_steps": T or 5}
+    return dataclasses.replace(LEARNED, policy=policy, **(COMMON | own | values))
+
+
+RECORDS = [
+    record(score=0.4841, ci_low=0.47, ci_high=0.5, score_flexible=0.49, mean_steps=4.97, min_steps=3),
+    record(seed=1, score=0.4639),
+    record(seed=0, T=10, score=0.575),
+    record(denoiser=ALONG, plain_denoiser=FURTHER, score=0.3),
+    *(record("top-prob", None, budget=steps, mean_steps=float(steps), score=0.4 + steps / 100) for steps in (4, 5, 10)),
+    record("iid", None, budget=5, mean_steps=4.84, score=0.311),
+    record("top-prob", None, denoiser=FURTHER, score=0.45),
+    record("top-prob", None, split="test", num_examples=1319, score=0.01, overlong=0),
+]
+
+
+def gain(rival="top-prob", best=True, T=5, joint=False, **values):
+    given = {
+        **{key: COMMON[key] for key in ("task", "split", "model", "num_examples", "temperature")},
+        "policy": "learned",
+        "trained_budget": T,
+        "joint": joint,
+        "rival": rival,
+        "best": best,
+        "seeds": [0, 1],
+        "mean_steps": 4.988,
+        "score": 0.474,
+        "rival_score": 0.4498,
+        "gain": 0.0242,
+        "low": 0.011,
+        "high": 0.0371,
+        "seed_gains": [0.0343, 0.0141],
+        "eos_policy": "none",
+        "precision": "no",
+        "revision": "",
+    }
+    return Gain(**(given | values))
+
+
+GAINS = [gain(), gain("entropy", best=False, gain=-0.01, low=-0.02, high=0.0)]
+DONE = [
+    Done("denoiser", "unmask train x", True, 600.0, "H200", "2", "", ""),
+    Done("frozen-t5-seed0", "unmask train y", False, 30.0, "H200", "2", "", ""),
+    Done("frozen-t5-seed0", "unmask train y", True, 90.0, "H200", "2", "", ""),
+    Done("frozen-t5-seed1", "unmask train y", True, 120.0, "H200", "2", "", ""),
+    Done("new-numbers/denoiser", "unmask evaluate x", True, 60.0, "H200", "2", "", ""),
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "gsm8k"
+    (folder / "small").mkdir(parents=True)
+    append_jsonl(folder / "small.jsonl", RECORDS)
+    append_jsonl(folder / "small" / "gains.jsonl", GAINS)
+    append_jsonl(folder / "small" / "stages.jsonl", DONE)
+    return folder
+
+
+def rows(text):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
+
+
+def test_every_seed_has_a_row_and_their_mean_a_gain(folder):
+    text = tables(read_results(folder), "plots")
+    found = rows(text)
+    assert ["frozen", "5", "0", "4.97", "3–5", "48.4", "47.0–50.0", "49.0", "", "+3.4"] in found
+    assert [row[-1] for row in found if row[:3] == ["frozen", "5", "1"]] == ["+1.4"]
+    (mean,) = [row for row in found if row[2:3] == ["**mean of 2**"]]
+    assert mean[:2] == ["**frozen**", "**5**"]
+    assert mean[3:] == ["**4.99**", "", "**47.4**", "", "", "45.0 top probability", "**+2.4 [+1.1, +3.7]**"]
+    assert [row[-1] for row in found if row[:2] == ["frozen", "10"]] == ["–"], "nothing was compared with it"
+    assert [row[:2] for row in found if row[0] == "joint"] == [["joint", "5"]]
+    assert ["frozen", "5", "entropy", "45.0", "-1.0 [-2.0, +0.0]"] in found
+
+
+def test_the_rules_stand_by_denoiser_and_budget(folder):
+    found = rows(tables(read_results(folder), "plots"))
+    assert ["`012345`, steps:", "4", "5", "10"] in found
+    assert ["top probability", "44.0", "45.0", "50.0"] in found
+    assert ["IID", "", "31.1 (4.8)", ""] in found, "the steps that it took, where they are fewer"
+    assert found.index(["`feedfe`, steps:", "5"]) + 2 == found.index(["top probability", "45.0"])
+
+
+def test_splits_have_parts_of_their_own(folder):
+    text = tables(read_results(folder), "plots")
+    numbers, test = text.split("## 30m: test")
+    assert "6,000 problems, of which 3 are too long for the model and count as wrong" in numbers
+    assert "1,319 problems." in test
+    assert "![30m: new-numbers: accuracy against mean steps](plots/small-new-numbers.svg)" in numbers
+    assert "joint orders wrote with `ba9876`" in numbers
+
+
+def test_the_wall_time_of_all_attempts(folder):
+    found = rows(tables(read_results(folder), "plots").split("wall time")[1])
+    assert found[2:] == [
+        ["train denoiser", "1", "10.0", "H200"],
+        ["train frozen-t5", "2", "4.0", "H200"],
+        ["evaluate new-numbers", "1", "1.0", "H200"],
+        ["**all**", "", "**15.0**", ""],
+    ]
+
+
+def test_what_a_plot_shows():
+    """Rules on the shared denoiser only; orders with a denoiser of their own are a line of their own."""
+    chosen = [r for r in RECORDS if r.split == "new-numbers"]
+    shown = {line.label: [r.score for r in line.records] for line in lines(chosen)}
+    assert set(shown) == {"IID", "top probability", "learned, frozen", "learned, joint"}
+    assert 0.45 in shown["top probability"]
+    assert len(shown["top probability"]) == 3
+    assert shown["learned, joint"] == [0.3]
+
+
+def test_only_what_is_between_the_marks_is_replaced(folder, tmp_path, call, refused):  # noqa: F811
+    page = tmp_path / "docs" / "results.md"
+    page.parent.mkdir()
+    page.write_text(f"# Mine\n\n{BEGIN}\nold\n{END}\n\nMine too.\n")
+    assert call("report", folder, "--markdown", page)[0] == 0
+    text = page.read_text()
+    assert text.startswith(f"# Mine\n\n{BEGIN}\n")
+    assert text.endswith(f"{END}\n\nMine too.\n")
+    assert "old" not in text
+    first = {path.name: path.read_bytes() for path in (tmp_path / "docs" / "results").iterdir()}
+    assert set(first) == {"small-new-numbers.svg", "small-test.svg"}
+    assert call("report", folder, "--markdown", page)[0] == 0
+    assert page.read_text() == text
+    assert {path.name: path.read_bytes() for path in (tmp_path / "docs" / "results").iterdir()} == first
+    page.write_text("# Mine\n")
+    assert "needs the line" in refused("report", folder, "--markdown", page)
+    assert page.read_text() == "# Mine\n"
+
+
+def test_bad_folders(folder, tmp_path, refused):  # noqa: F811
+    page = tmp_path / "page.md"
+    assert "no such folder" in refused("report", tmp_path / "nothing", "--markdown", page)
+    (tmp_path / "empty").mkdir()
+    assert "has no records: run `unmask reproduce` first" in refused("report", tmp_path / "empty", "--markdown", page)
+    assert "takes one folder" in refused("report", folder, folder, "--markdown", page)
+    with (folder / "small.jsonl").open("a") as file:
+        file.write('{"task": 1}\n')
+    assert "small.jsonl, line 11: other fields than this version writes" in refused(
+        "report", folder, "--markdown", page
+    )
+    assert not page.exists()
+
+
+def test_a_page_that_is_not_there_is_begun(folder, tmp_path):
+    write_page(tmp_path / "new.md", folder)
+    assert (tmp_path / "new.md").read_text().startswith(f"# Results\n\n{BEGIN}\n\n")
+
+
+@pytest.mark.skipif(not (ROOT / "results" / "gsm8k").is_dir(), reason="no records yet")
+def test_the_committed_page_is_made_from_the_committed_records():
+    page = (ROOT / "docs" / "results.md").read_text()
+    made = page[page.index(BEGIN) + len(BEGIN) : page.index(END)]
+    assert made.strip() == tables(read_results(ROOT / "results" / "gsm8k"), "results").strip(), (
+        "run `unmask report results/gsm8k --markdown docs/results.md`"
+    )

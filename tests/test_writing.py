@@ -1,0 +1,158 @@
+"""What `unmask sample` shows: word problems as text, step by step, and the same as a picture."""
+
+import re
+import xml.dom.minidom
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tasks.test_gsm8k import TEST, many, write_jsonl
+from tests.test_cli import call, refused  # noqa: F401
+from tests.test_reproduction import DENOISER
+from unmask.decoding.policies import LeftToRight, TopProbability
+from unmask.decoding.tokens import TokenChoice
+from unmask.tasks.groups import Groups
+from unmask.tasks.gsm8k import GSM8K
+from unmask.writing import MASK, PROMPT, Span, picture, spans, write
+
+ANSWER = "<<40-4=36>> #### 36"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("problems")
+    write_jsonl(folder / "train.jsonl", many())
+    write_jsonl(folder / "test.jsonl", TEST)
+    (folder / "denoiser.toml").write_text(DENOISER)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def task(folder):
+    # The same as in the recipe.
+    options = {"resample": 10, "vocab_size": 300, "prompt_length": 100, "response_length": 40}
+    return GSM8K(str(folder), **options, held_out="test", cache=str(folder / "cache"))
+
+
+class Knowing(nn.Module):
+    """Writes the tokens it is given, whatever it sees."""
+
+    def __init__(self, task, tokens):
+        super().__init__()
+        self.mask_token_id = len(task.vocabulary)
+        self.logits_of = nn.functional.one_hot(tokens, len(task.vocabulary)).double() * 20
+
+    def hidden(self, tokens, attention=None):
+        return self.logits_of.expand(len(tokens), -1, -1)
+
+    def logits(self, hidden):
+        return hidden
+
+
+def text(frame):
+    return "".join(span.text for span in frame)
+
+
+def written(task, steps=4, rule=None, tokens=None):
+    tokens = task.examples(torch.tensor([0]), "test").tokens[0] if tokens is None else tokens
+    return write(Knowing(task, tokens), task, rule or LeftToRight(), steps, 0, TokenChoice(), seed=0)
+
+
+def test_a_problem_reads_as_a_text(task):
+    writing = written(task)
+    assert (writing.question, writing.wanted) == (TEST[0].question, ANSWER)
+    steps = ["<<40-4=36>> #### 3" + MASK * 30, ANSWER + "░" * 9 + MASK * 20, ANSWER + "░" * 19 + MASK * 10]
+    assert [text(frame) for frame in writing.frames] == [*steps, f"{ANSWER}░×29"], "of eleven tokens and 29 ends"
+    assert text(writing.result) == text(writing.frames[-1])
+    assert (writing.num_steps, writing.valid, writing.policy) == (4, True, "left-to-right")
+
+
+def test_a_wrong_answer_is_not_valid(task):
+    other = task.examples(torch.tensor([1]), "test").tokens[0]
+    tokens = torch.cat([task.examples(torch.tensor([0]), "test").tokens[0][:100], other[100:]])
+    assert not written(task, tokens=tokens).valid
+
+
+def test_every_token_knows_its_step(task):
+    """Ten of forty positions a step, from the left."""
+    writing = written(task)
+    for i, frame in enumerate(writing.frames):
+        steps = [span.step for span in frame for _ in range(int((re.findall(r"×(\d+)", span.text) or [1])[0]))]
+        assert len(steps) == 40
+        assert steps[:10] == [0] * 10
+        assert [step is None for step in steps] == [n >= 10 * (i + 1) for n in range(40)]
+
+
+def test_how_tokens_are_shown(task):
+    """The bytes of the tokenizer never are; a few ends of sequence are marks, many one mark with their number."""
+    ids = task._tokens.tokenizer.encode(" pears\nnow ").ids
+    shown = spans(task, [*ids, 0, len(task.vocabulary), 0, 0], [*([2] * len(ids)), 3, PROMPT, 4, 5])
+    assert text(shown) == " pears↵now ░·░░"
+    assert shown[-2:] == [Span("░", 4, is_end=True), Span("░", 5, is_end=True)]
+    assert spans(task, [0] * 9, [1, 3, *([2] * 7)]) == [Span("░×9", 3, is_end=True)]
+    puzzle = Groups(groups=2, group_size=2, symbols=3)
+    assert text(spans(puzzle, [0, 3, 2, 1], [0, PROMPT, 1, 1])) == "a · c b"
+
+
+def test_the_picture(task):
+    """Well-formed, every step of both rules in it, and nothing of the tokenizer's alphabet."""
+    both = [written(task), written(task, rule=TopProbability())]
+    drawing = picture(both)
+    lines = xml.dom.minidom.parseString(drawing).getElementsByTagName("text")
+    shown = ["".join(part.firstChild.data for part in line.childNodes) for line in lines]
+    assert shown[1:3] == [TEST[0].question, f"answer: {ANSWER}"]
+    assert shown[3] == "left-to-right: 4 steps, valid"
+    assert shown[4:8] == [f"{i:>2}  {text(frame)}" for i, frame in enumerate(both[0].frames)]
+    assert shown[8] == "top-prob: 4 steps, valid"
+    assert len(shown) == 13
+    assert "Ġ" not in drawing
+    long = replace(both[0], frames=[[Span("word ", 0)] * 50], question="words " * 40)
+    rows = xml.dom.minidom.parseString(picture([long])).getElementsByTagName("text")
+    assert max(sum(len(part.firstChild.data) for part in row.childNodes) for row in rows) <= 104
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    from unmask.cli import main
+
+    options = ["--set", f"task.folder={folder}", "--set", f"task.cache={folder / 'cache'}"]
+    with pytest.raises(SystemExit) as caught:
+        main(["train", str(folder / "denoiser.toml"), "--out", str(folder / "run"), *options, "--cpu"])
+    assert not caught.value.code
+    return folder / "run"
+
+
+def test_on_the_command_line(run, tmp_path, call):  # noqa: F811
+    words = ["sample", run, "--split", "test", "--example", "1", "--policy", "left-to-right", "--policy", "top-prob"]
+    code, shown, err = call(*words, "--steps", "3", "--trace", "--svg", tmp_path / "deep" / "a.svg")
+    assert code == 0, err
+    assert TEST[1].question in " ".join(shown.split())
+    assert TEST[0].question not in " ".join(shown.split())
+    assert shown.count("3 steps, not valid") == 2
+    assert "Ġ" not in shown
+    assert len(re.findall(r"^  [012]   ", shown, flags=re.M)) == 6
+    assert "left-to-right: </tspan>" in (tmp_path / "deep" / "a.svg").read_text()
+
+
+def test_examples_are_found_by_what_comes_of_them(run, call, refused, monkeypatch):  # noqa: F811
+    """The first ones where the two rules are as asked; the model is untrained, so the verdict is planted."""
+    words = ["sample", run, "--split", "test", "--policy", "top-prob", "--policy", "left-to-right", "--steps", "2"]
+    code, shown, _ = call(*words, "--find", "wrong,wrong", "--num", "1")
+    assert code == 0
+    assert shown.count("not valid") == 2
+    assert "in none of 2 examples are top-prob, left-to-right right,wrong" in refused(*words, "--find", "right,wrong")
+
+    def verdict(self, tokens, examples):
+        return torch.tensor([str(examples.tokens.tolist()) in seen or bool(seen.append(str(examples.tokens.tolist())))])
+
+    seen: list[str] = []
+    monkeypatch.setattr(GSM8K, "valid", verdict)  # the first rule is wrong, the second right
+    code, shown, _ = call(*words, "--find", "wrong,right")
+    assert code == 0
+    assert shown.count("answer:") == 2
+    for wrong in ("right", "right,right,right", "right,maybe"):
+        assert "--find takes right or wrong for each --policy" in refused(*words, "--find", wrong)
+    assert "has the examples 0 to 1: no --example 7" in refused(*words, "--example", "7")
+    assert "no held-out split 'tset'; did you mean 'test'?" in refused("sample", run, "--split", "tset")
