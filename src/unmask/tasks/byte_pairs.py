@@ -68,6 +68,6 @@ class Ragged:
 
     def _gather(self, places: np.ndarray, rows: np.ndarray, fill: int) -> np.ndarray:
         inside = (places >= self.starts[rows][:, None]) & (places < self.ends[rows][:, None])
-        found = np.full(places.shape, fill, dtype=np.int64)
-        found[inside] = self.ids[places[inside]]
-        return found
+        if not len(self.ids):
+            return np.full(places.shape, fill, dtype=np.int64)
+        return np.where(inside, self.ids[places.clip(0, len(self.ids) - 1)], fill).astype(np.int64)

@@ -138,10 +138,10 @@ class GSM8K:
         """The training questions that, but for their numbers, are in the test file.  GSM8K has none; other data may."""
         return leaked(read_problems(self.folder, "train"), read_problems(self.folder, "test"))
 
-    def _too_long(self, split: str) -> np.ndarray:
+    def _too_long(self, split: str, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
         """[rows] bool: the question or its answer has more tokens than there is room for."""
         prompts, responses = self._pairs(split)
-        return (prompts.lengths > self.prompt_length) | (responses.lengths > self._response_length)
+        return (prompts.lengths[rows] > self.prompt_length) | (responses.lengths[rows] > self._response_length)
 
     @cached_property
     def _trained(self) -> np.ndarray:
@@ -167,7 +167,7 @@ class GSM8K:
         chosen = rows[ids.numpy() % len(rows)]
         prompts, responses = self._pairs(source)
         answer = responses.first(chosen, self._response_length, _EOS)
-        answer[self._too_long(source)[chosen]] = _EOS
+        answer[self._too_long(source, chosen)] = _EOS
         tokens = np.concatenate([prompts.last(chosen, self.prompt_length, _EOS), answer], axis=1)
         place = torch.arange(self.length)
         response = (place >= self.prompt_length).expand(len(ids), -1)
@@ -185,7 +185,7 @@ class GSM8K:
 
     def overlong(self, ids: Tensor) -> Tensor:
         """[B] bool: the held-out examples that are too long, and so count as wrong whatever is written."""
-        return torch.from_numpy(self._too_long(self.held_out)[ids.numpy() % self.test_examples])
+        return torch.from_numpy(self._too_long(self.held_out, ids.numpy() % self.test_examples))
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
         return self._right(tokens, examples, self.scoring)
