@@ -18,7 +18,6 @@ from unmask.training.recipe import load_recipe
 
 DENOISER = """
 threads = 1
-precision = "bf16"
 
 [task]
 name = "gsm8k"
