@@ -150,12 +150,6 @@ def train(
     from unmask.training.run import train as train_run
 
     wanted = load_recipe(recipe, set_ or [])
-    if (wanted.compile or wanted.precision != "no") and (cpu or not torch.cuda.is_available()):
-        typer.echo(
-            "unmask: this recipe is meant for a GPU; on the CPU it may take days: the time left stands beside the "
-            "progress",
-            err=True,
-        )
     try:
         train_run(wanted, out, force=force, cpu=cpu)
     except torch.OutOfMemoryError:
@@ -780,6 +774,8 @@ def _label(recipe: Recipe) -> str:
         return recipe.model.label
     if recipe.init:
         return Path(recipe.init).name
+    if recipe.model.causal:
+        return Path(recipe.model.causal).name
     return recipe.model.size or f"{recipe.model.layers}x{recipe.model.width}"
 
 

@@ -24,7 +24,7 @@ from unmask.models.order_model import OrderModel
 from unmask.streams import Purpose, uniforms
 from unmask.tasks.diversity import distinct_range, sequence_codes
 from unmask.tasks.task import Examples, Task, held_out_split
-from unmask.training.objectives import OrderObjective, batch_for, read_denoiser
+from unmask.training.objectives import OrderObjective, placed, read_denoiser
 from unmask.variational.estimators import NoBaseline
 from unmask.verdicts import IDENTITY, Asked, Chunk, VerdictFile, Verdicts, verdicts_in
 
@@ -349,7 +349,7 @@ def evaluate_bound(
     reconstruction, order_kl, mdm, lengths, exact = [], [], [], [], []
     for ids in torch.arange(examples).split(BATCH):
         truth = task.examples(ids, "test")
-        batch, layout = batch_for(plain.denoiser, truth)[:2]
+        batch, layout = placed(truth, plain.denoiser)
         ids = ids.to(device)
         for t in range(budget):
             times = torch.full_like(ids, t)

@@ -10,6 +10,7 @@ SHAPES = [
     for absolute in (False, True)
     for qk_norm in (False, True)
 ]
+SHAPES.append(pytest.param({"kv_heads": 1, "head_width": 6, "qk_norm": True}, id="grouped"))
 
 
 def backbone(**options):
@@ -158,3 +159,35 @@ def test_sizes_below_one_are_refused(field, value):
 def test_a_width_that_does_not_split_into_rotary_pairs_is_refused(width, heads):
     with pytest.raises(ValueError, match=rf"width {width} must be a multiple of 2 \* heads = {2 * heads}"):
         BackboneConfig(width=width, layers=1, heads=heads, intermediate=8)
+
+
+@torch.no_grad()
+def test_grouped_queries_are_heads_whose_keys_and_values_are_repeated():
+    """H = 4 queries, K = 2 keys: the same as four keys of which neighbours are equal."""
+    shape = {"width": 16, "layers": 2, "heads": 4, "intermediate": 24, "max_length": 12}
+    torch.manual_seed(0)
+    grouped = Backbone(BackboneConfig(**shape, kv_heads=2), NUM_TOKENS).double()
+    for parameter in grouped.parameters():
+        parameter.normal_(std=0.5)
+    plain = Backbone(BackboneConfig(**shape), NUM_TOKENS).double()
+    weights = grouped.state_dict()
+    for name in [name for name in weights if "query_key_value" in name]:
+        query, key, value = weights[name].split([16, 8, 8])
+        repeated = [part.view(2, 4, 16).repeat_interleave(2, dim=0).reshape(16, 16) for part in (key, value)]
+        weights[name] = torch.cat([query, *repeated])
+    plain.load_state_dict(weights)
+    canvas = tokens(3, 9)
+    assert torch.allclose(grouped(canvas), plain(canvas), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kv_heads": 3}, "heads 4 must be a multiple of kv_heads = 3"),
+        ({"kv_heads": -1}, "kv_heads must be at least 0"),
+        ({"head_width": 5}, "head_width must be even"),
+    ],
+)
+def test_a_wrong_number_of_keys_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        BackboneConfig(width=16, layers=1, heads=4, intermediate=24, **options)

@@ -47,6 +47,25 @@ def test_logits_of_some_positions_are_those_of_the_whole(tied):
     assert torch.allclose(denoiser.logits(denoiser.hidden(x)[x == V]), denoiser(x)[x == V], atol=1e-6)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_shifted_denoiser_reads_the_token_before_whatever_the_padding(side):
+    torch.manual_seed(0)
+    plain = Denoiser(TRUNK, V).double()
+    shifted = Denoiser(TRUNK, V, shift=True).double()
+    shifted.load_state_dict(plain.state_dict())
+    alone = torch.randint(V + 1, (1, 6), generator=generator())
+    wanted = plain(alone)[:, [0, 0, 1, 2, 3, 4]]  # the first has none before it
+    assert torch.allclose(shifted(alone), wanted, rtol=0, atol=1e-12)
+    assert not torch.allclose(shifted(alone)[:, 1:], plain(alone)[:, 1:], atol=1e-3)
+    rest = torch.randint(V + 1, (1, 3), generator=generator(1))
+    attention = torch.ones(1, 9, dtype=torch.bool)
+    attention[:, :3] = side == "right"
+    attention[:, 6:] = side == "left"
+    padded = torch.cat([alone, rest] if side == "right" else [rest, alone], dim=1)
+    assert torch.allclose(shifted(padded, attention)[attention], wanted[0], rtol=0, atol=1e-12)
+
+
 # --- selector ---------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import ast
 import json
 import operator
 import re
+import shutil
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -13,12 +14,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from unmask.cli import main
+from unmask.models.vocabulary import vocabulary_of
 from unmask.tasks import make_task
 from unmask.tasks.arithmetic import Style, decimals_of, exact, parse
-from unmask.tasks.byte_pairs import MARKS, Ragged, decode, train_tokenizer, vocabulary_of
-from unmask.tasks.gsm8k import GSM8K
+from unmask.tasks.byte_pairs import MARKS, Ragged, decode, train_tokenizer
+from unmask.tasks.gsm8k import GSM8K, fingerprint
 from unmask.tasks.held_out import HELD_OUT, leaked, make_splits
 from unmask.tasks.resampling import _choices, find_numbers, template_of
 from unmask.tasks.task import check_task
@@ -577,6 +580,59 @@ def test_what_is_too_long(task, capsys):
 
 def task_size(task):
     return len(task._tokens.prompts[task.held_out])
+
+
+# ---- the tokenizer of a pretrained model
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """The tokenizer of a pretrained model in its folder: more tokens than are needed, its end of text not the first."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    texts = [problem.question + problem.solution for problem in many()] + ["An entirely different matter, zebra."] * 9
+    train_tokenizer(texts, 500).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "####"}))  # the fifth of its special ones
+    return folder
+
+
+def test_a_pretrained_tokenizer_is_cut(folder, task, pretrained):
+    ours = replace(task, tokenizer=str(pretrained))
+    whole = Tokenizer.from_file(str(pretrained / "tokenizer.json"))
+    assert ours.vocabulary[ours.eos_token_id] == "####"
+    assert len(ours.vocabulary) < whole.get_vocab_size()
+    assert set(ours.vocabulary) <= set(vocabulary_of(whole))
+    check_task(ours)
+    for split in ("train", "test"):
+        examples = ours.examples(torch.arange(4), split)
+        assert int(examples.tokens.max()) < len(ours.vocabulary)
+        first = examples.tokens[0][examples.attention[0]]
+        text = ours.text_tokenizer.decode(first.tolist(), skip_special_tokens=False)
+        assert text.startswith(tuple(PEOPLE))
+
+
+def test_right_answers_are_valid_with_a_pretrained_tokenizer(folder, task, tmp_path):
+    """The one that it trains itself, in a folder: the same examples under other ids, and the same verdicts."""
+    task.text_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 0}))
+    ours = replace(task, tokenizer=str(tmp_path))
+    for split in ("train", "test"):
+        examples, same = ours.examples(torch.arange(30), split), task.examples(torch.arange(30), split)
+        assert ours.valid(examples.tokens, examples).all()
+        assert [ours.answer_text(row) for row in examples.tokens] == [task.answer_text(row) for row in same.tokens]
+        wrong = examples.tokens.clone()
+        wrong[:, -ours._response_length] = ours.eos_token_id
+        assert not ours.valid(wrong, examples).any()
+
+
+def test_the_cache_knows_the_tokenizer_by_its_content(task, pretrained, tmp_path):
+    ours = replace(task, tokenizer=str(pretrained))
+    assert fingerprint(ours) != fingerprint(task)
+    elsewhere = shutil.copytree(pretrained, tmp_path / "elsewhere")
+    assert fingerprint(replace(task, tokenizer=str(elsewhere))) == fingerprint(ours)
+    (elsewhere / "tokenizer_config.json").write_text(json.dumps({"eos_token": ">>"}))
+    assert fingerprint(replace(task, tokenizer=str(elsewhere))) != fingerprint(ours)
+    with pytest.raises(ValueError, match="no pretrained model 'nowhere'"):
+        _ = replace(task, tokenizer="nowhere").vocabulary
 
 
 def test_solutions(folder, task):

@@ -12,7 +12,15 @@ from torch import nn
 
 from tests.training.small import FixedTask, json_lines, padded, same, small_model, weights
 from unmask.streams import Purpose, integers
-from unmask.training.loop import Metrics, NonFiniteError, _backward, _progress, learning_rate_factor, run_stage
+from unmask.training.loop import (
+    Metrics,
+    NonFiniteError,
+    _backward,
+    _micro_batches,
+    _progress,
+    learning_rate_factor,
+    run_stage,
+)
 from unmask.training.objectives import DenoiseObjective, OrderObjective, Outcome
 from unmask.training.recipe import Optimisation
 from unmask.variational.estimators import LeaveOneOut
@@ -195,6 +203,11 @@ def test_the_plain_objective_leaves_the_order_alone(tmp_path):
 # --- gradient accumulation --------------------------------------------------------------------------------------------
 
 
+def backward(objective, update, index, how, seed=0):
+    accelerator = Accelerator(cpu=True)
+    return _backward(objective, _micro_batches(update, index, how, TASK, seed, accelerator), accelerator)
+
+
 @pytest.mark.parametrize("kind", ["denoise", "order"])
 @pytest.mark.parametrize("accumulate", [2, 4, 8])
 def test_accumulation_is_one_big_batch(kind, accumulate):
@@ -202,7 +215,7 @@ def test_accumulation_is_one_big_batch(kind, accumulate):
     for parts in (1, accumulate):
         model = small_model(budget=BUDGET)
         objective = objectives_of(model)[kind]
-        recorded = _backward(objective, 3, 1, stage(accumulate=parts), TASK, 0, Accelerator(cpu=True))
+        recorded = backward(objective, 3, 1, stage(accumulate=parts))
         found.append((recorded, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
     (whole_metrics, whole), (parts_metrics, in_parts) = found
     assert in_parts.keys() == whole.keys()
@@ -242,7 +255,7 @@ def test_times_and_examples_are_functions_of_seed_stage_and_update():
     for seed, index, update in [(0, 1, 4), (0, 1, 5), (0, 2, 4), (7, 1, 4)]:
         first, again = Listening(), Listening()
         for listening in (first, again):
-            _backward(listening, update, index, stage(), TASK, seed, Accelerator(cpu=True))
+            backward(listening, update, index, stage(), seed)
         (ids, u), (same_ids, same_u) = first.seen[0], again.seen[0]
         assert torch.equal(u, same_u)
         assert torch.equal(ids, same_ids)
@@ -253,7 +266,7 @@ def test_times_and_examples_are_functions_of_seed_stage_and_update():
 def test_every_micro_batch_holds_every_stratum_of_t():
     """Strided slots: with B = 8 and two micro-batches, each sees four times spread over [0, 1)."""
     listening = Listening()
-    _backward(listening, 5, 2, stage(accumulate=2), TASK, 0, Accelerator(cpu=True))
+    backward(listening, 5, 2, stage(accumulate=2))
     seen = listening.seen
     ids, u = (torch.cat(parts) for parts in zip(*seen, strict=True))
     assert sorted((u * 8).floor().tolist()) == list(range(8)), "stratified over the whole batch"

@@ -13,7 +13,7 @@ from tests.training.small import padded, single, small_model
 from unmask.streams import stratified
 from unmask.tasks.task import Examples
 from unmask.training import objectives
-from unmask.training.objectives import DenoiseObjective, OrderObjective, batch_for, mask_counts, mask_uniformly, scatter
+from unmask.training.objectives import DenoiseObjective, OrderObjective, mask_counts, mask_uniformly, placed, scatter
 from unmask.variational.enumeration import TinyModel, posterior_chain
 from unmask.variational.estimators import LeaveOneOut, MovingAverage, NoBaseline
 
@@ -355,8 +355,8 @@ class LogitsOfTheProbabilities(_Misled):
 class DifferentTimes(_Misled):
     """The trajectories of a sequence are drawn to different times."""
 
-    def _uniforms(self, ids, position):
-        drawn = super()._uniforms(ids, position)
+    def _uniforms(self, *words):
+        drawn = super()._uniforms(*words)
         drawn[0, :, 1] = 2.0  # step 1 reveals nothing for the second trajectory
         return drawn
 
@@ -570,8 +570,8 @@ def test_scatter_puts_values_back():
 
 def test_nothing_is_packed_or_masked_where_nothing_is_padded():
     model = small_model()
-    assert batch_for(model, ONE).layout.attend is None
-    layout = batch_for(model, batch()).layout
+    assert placed(ONE, model)[1].attend is None
+    _, layout = placed(batch(), model)
     assert torch.equal(layout.at, batch().attention.flatten().nonzero()[:, 0])
     assert torch.equal(layout.attend.ends.diff(), batch().attention.sum(-1))
 

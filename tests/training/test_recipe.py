@@ -7,8 +7,10 @@ import pytest
 from tests.training.small import TINY_RECIPE
 from unmask.tasks import make_task
 from unmask.training.recipe import EvaluateRecipe, Recipe, RecipeError, load_recipe, recipe_folder
+from unmask.training.run import continued
 
 BUILT_IN = sorted(path.stem for path in recipe_folder().glob("*.toml"))
+PUZZLES = [name for name in BUILT_IN if not name.startswith("gsm8k")]
 
 
 @pytest.fixture
@@ -49,10 +51,10 @@ def without_section(text, section):
 
 
 def test_there_is_a_recipe_for_every_puzzle():
-    assert BUILT_IN == ["addition", "chain", "groups", "latin-square", "parity-dag", "permutation"]
+    assert PUZZLES == ["addition", "chain", "groups", "latin-square", "parity-dag", "permutation"]
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", PUZZLES)
 def test_built_in_recipes_are_whole(name):
     recipe = load_recipe(name)
     options = {key: value for key, value in recipe.task.items() if key != "name"}
@@ -66,6 +68,34 @@ def test_built_in_recipes_are_whole(name):
     assert max(recipe.evaluate.budgets) <= task.length
     assert recipe.evaluate.temperature == 1
     assert Recipe.from_json(recipe.to_json()) == recipe
+
+
+def test_the_recipes_of_gsm8k_are_the_papers():
+    paper, causal = load_recipe("gsm8k-170m-paper"), load_recipe("gsm8k-135m")
+    assert (paper.denoise.updates, paper.denoise.batch) == (45_000, 256)
+    assert (paper.order.updates, paper.order.batch, paper.order.trajectories) == (15_000, 32, 8)
+    assert (continued(paper).updates, continued(paper).batch) == (15_000, 256)
+    assert paper.task["prompt_length"] + paper.task["response_length"] == 256
+    assert (paper.model.size, paper.order.selection, paper.order.kl_weight) == ("170m", "bernoulli", 1.0)
+    assert causal.model.causal == causal.task["tokenizer"] == "smollm2-135m"
+    for recipe in (paper, causal):
+        assert (recipe.precision, recipe.compile) == ("bf16", True)
+        assert Recipe.from_json(recipe.to_json()) == recipe
+        assert recipe.evaluate.temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["model.causal=there"], "model: causal = 'there' already says width, layers, heads, intermediate"),
+        (["model.shift=true"], "model: shift = true is for a causal language model"),
+        (["init=runs/x", "model={causal='there'}"], "both say where to start"),
+        (["model={causal='there', tied_head=true}"], "causal = 'there' already says tied_head"),
+    ],
+)
+def test_where_a_model_starts_is_said_once(given, said):
+    with pytest.raises(RecipeError, match=said):
+        load_recipe("groups", given)
 
 
 def test_by_path_and_by_name_is_the_same():

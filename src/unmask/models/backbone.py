@@ -1,6 +1,7 @@
 """A bidirectional transformer: pre-norm RMSNorm, rotary positions, SwiGLU, SDPA attention.
 
-Legend: B sequences, L positions, D width, H heads, E = D / H.  `attention` [B, L] bool is False on padding.
+Legend: B sequences, L positions, D width, H heads of the queries, K of the keys and values, E the width of a head.
+`attention` [B, L] bool is False on padding.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention, sil
 class BackboneConfig:
     """The shape of a trunk.  `absolute_positions` adds a learned vector a position.
 
+    `kv_heads` < `heads` is grouped-query attention: H / K neighbouring queries share a key and a value.
+
     Rotary positions alone cannot tell the positions of a canvas that is all mask apart: attention then averages
     identical values, whatever its weights.  With a prompt they can, if slowly; unconditional tasks want both.
     """
@@ -30,13 +33,30 @@ class BackboneConfig:
     norm_eps: float = 1e-5
     qk_norm: bool = False
     absolute_positions: bool = False
+    kv_heads: int = 0  # K; 0: as many as heads
+    head_width: int = 0  # E; 0: width / heads
 
     def __post_init__(self) -> None:
         for field in ("width", "layers", "heads", "intermediate", "max_length"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-        if self.width % (2 * self.heads):
+        for field in ("kv_heads", "head_width"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} must be at least 0, got {getattr(self, field)}")
+        if not self.head_width and self.width % (2 * self.heads):
             raise ValueError(f"width {self.width} must be a multiple of 2 * heads = {2 * self.heads} (rotary pairs)")
+        if self.head_width % 2:
+            raise ValueError(f"head_width must be even (rotary pairs), got {self.head_width}")
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} must be a multiple of kv_heads = {self.kv_heads}")
+
+    @property
+    def E(self) -> int:
+        return self.head_width or self.width // self.heads
+
+    @property
+    def K(self) -> int:
+        return self.kv_heads or self.heads
 
 
 def _smdm(layers: int, width: int, heads: int, intermediate: int | None = None) -> BackboneConfig:
@@ -133,13 +153,14 @@ class Block(nn.Module):
 
     def __init__(self, config: BackboneConfig) -> None:
         super().__init__()
-        D, self.heads = config.width, config.heads
-        head_width = D // config.heads
+        D, H, K, E = config.width, config.heads, config.K, config.E
+        self.head_width = E
+        self.groups = (H, K, K)  # the heads of queries, keys and values, in the order of the projection's rows
         self.attention_norm = RMSNorm(D, eps=config.norm_eps)
-        self.query_key_value = nn.Linear(D, 3 * D, bias=False)
-        self.attention_out = nn.Linear(D, D, bias=False)
-        self.query_norm = RMSNorm(head_width, eps=config.norm_eps) if config.qk_norm else None
-        self.key_norm = RMSNorm(head_width, eps=config.norm_eps) if config.qk_norm else None
+        self.query_key_value = nn.Linear(D, sum(self.groups) * E, bias=False)
+        self.attention_out = nn.Linear(H * E, D, bias=False)
+        self.query_norm = RMSNorm(E, eps=config.norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(E, eps=config.norm_eps) if config.qk_norm else None
         self.mlp_norm = RMSNorm(D, eps=config.norm_eps)
         self.gate_up = nn.Linear(D, 2 * config.intermediate, bias=False)
         self.down = nn.Linear(config.intermediate, D, bias=False)
@@ -149,15 +170,19 @@ class Block(nn.Module):
             nn.init.normal_(write.weight, std=small_init(D) / (2 * config.layers) ** 0.5)
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        B, L, D = x.shape
-        qkv = self.query_key_value(self.attention_norm(x)).view(B, L, 3, self.heads, D // self.heads)
-        query_key, value = qkv.split([2, 1], dim=2)  # whose backward is one concatenation
+        B, L, _ = x.shape
+        H, K, _ = self.groups
+        qkv = self.query_key_value(self.attention_norm(x)).view(B, L, 1, sum(self.groups), self.head_width)
+        query_key, value = qkv.split([H + K, K], dim=-2)  # whose backward is one concatenation
+        value = value[:, :, 0]
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = query_key.unbind(2)
-            query_key = torch.stack([self.query_norm(query), self.key_norm(key)], dim=2)
-        query, key = rotate(query_key, *rotary).unbind(2)
-        mixed = attended(query, key, value[:, :, 0], attend)
-        x = x + self.attention_out(mixed.reshape(B, L, D))
+            query, key = query_key.split([H, K], dim=-2)
+            query_key = torch.cat([self.query_norm(query), self.key_norm(key)], dim=-2)
+        query, key = rotate(query_key, *rotary)[:, :, 0].split([H, K], dim=-2)
+        if K < H:  # every kernel takes as many keys as queries, not every one fewer
+            key, value = (states.repeat_interleave(H // K, dim=-2) for states in (key, value))
+        mixed = attended(query, key, value, attend)
+        x = x + self.attention_out(mixed.reshape(B, L, H * self.head_width))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(silu(gate) * up)
 
@@ -176,7 +201,7 @@ class Backbone(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
         everywhere = torch.arange(config.max_length)[None]
-        cos, sin = rotary_angles(everywhere, config.width // config.heads, config.rope_theta)
+        cos, sin = rotary_angles(everywhere, config.E, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)  # [1, max_length, 1, 1, E]: a compiled pass that computed
         self.register_buffer("sin", sin, persistent=False)  # them would do so again in every block
         nn.init.normal_(self.embedding.weight, std=small_init(config.width))

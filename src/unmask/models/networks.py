@@ -28,13 +28,16 @@ class Denoiser(nn.Module):
 
     The mask token has the id V: the embedding knows it and the head does not, so it never gets mass.
     There is no time input (as SMDM and LLaDA): how much is masked says it.
+
+    `shift`: the distribution at n is read from the hidden state of the token before it, as in a causal language model,
+    whose state at n - 1 predicts token n.  Only the first token of a sequence is read from its own state.
     """
 
     keeps_no_tensors = True  # no pass leaves a tensor behind in the module: safe in inference mode
 
-    def __init__(self, config: BackboneConfig, vocab_size: int, tied_head: bool = False) -> None:
+    def __init__(self, config: BackboneConfig, vocab_size: int, tied_head: bool = False, shift: bool = False) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
+        self.vocab_size, self.shift = vocab_size, shift
         self.backbone = Backbone(config, vocab_size + 1)
         self.head = None if tied_head else nn.Linear(config.width, vocab_size, bias=False)
         if self.head is not None:
@@ -45,9 +48,11 @@ class Denoiser(nn.Module):
         return self.vocab_size
 
     def hidden(self, tokens: Tensor, attention: Tensor | Layout | None = None) -> Tensor:
-        """Hidden states [B, L, D] of tokens [B, L]."""
+        """Hidden states [B, L, D] of tokens [B, L]: at each position the one that `logits` reads its token from."""
+        if self.shift and not isinstance(attention, Layout):
+            attention = Layout.of(tokens, attention, stream_dtype(self.backbone.embedding.weight))
         hidden: Tensor = self.backbone(tokens, attention)
-        return hidden
+        return of_the_token_before(hidden, attention) if isinstance(attention, Layout) and self.shift else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] from hidden states [..., D]; project only the positions that you need."""
@@ -58,6 +63,15 @@ class Denoiser(nn.Module):
 
     def forward(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
         return self.logits(self.hidden(tokens, attention))
+
+
+def of_the_token_before(hidden: Tensor, layout: Layout) -> Tensor:
+    """[B, L, D]: at each position the hidden state of the position before it; a sequence's first token keeps its own.
+
+    Padding on either side is skipped: the first token is the first one that is attended to.
+    """
+    first = layout.put(layout.positions[..., None] == 0)  # [B or 1, L, 1]
+    return torch.where(first, hidden, hidden.roll(1, dims=1))
 
 
 @dataclass(frozen=True)

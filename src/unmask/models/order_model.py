@@ -36,6 +36,7 @@ class OrderModelConfig:
     vocab_size: int
     denoiser: BackboneConfig
     tied_head: bool = False
+    shift: bool = False
     selector: SelectorConfig | None = None
     scorer: BackboneConfig | None = None
     selection: str = "nonempty"
@@ -53,7 +54,7 @@ class OrderModel(nn.Module):
         super().__init__()
         self.config = config
         self.tokenizer = tokenizer
-        self.denoiser = Denoiser(config.denoiser, config.vocab_size, config.tied_head)
+        self.denoiser = Denoiser(config.denoiser, config.vocab_size, config.tied_head, config.shift)
         self.selector = Selector(config.selector, config.denoiser.width, self.selection) if config.selector else None
         self.scorer = OrderScorer(config.scorer, config.vocab_size) if config.scorer else None
 
@@ -113,6 +114,13 @@ def word_level_tokenizer(vocabulary: Sequence[str]) -> Tokenizer:
     tokenizer = Tokenizer(WordLevel(words, unk_token=MASK_TOKEN))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     return tokenizer
+
+
+def with_mask_token(tokenizer: Tokenizer) -> Tokenizer:
+    """A copy with the mask token as the last id."""
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    copy.add_special_tokens([MASK_TOKEN])
+    return copy
 
 
 def _read_config(path: Path) -> tuple[OrderModelConfig, str | None]:

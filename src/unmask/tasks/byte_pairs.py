@@ -29,12 +29,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def vocabulary_of(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The tokens in the order of their ids."""
-    ids = tokenizer.get_vocab()
-    return tuple(sorted(ids, key=ids.__getitem__))
-
-
 def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """The text before the first EOS."""
     ids = list(ids)

@@ -23,15 +23,20 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from unmask.models import pretrained
+from unmask.models import vocabulary as cutting
+from unmask.models.pretrained import find_source, load_tokenizer
+from unmask.models.vocabulary import cut_tokenizer, vocabulary_of
 from unmask.tasks import arithmetic, byte_pairs, held_out, resampling, word_problems
-from unmask.tasks.byte_pairs import EOS, MARKS, SMALLEST, Ragged, decode, train_tokenizer, vocabulary_of
+from unmask.tasks.byte_pairs import EOS, MARKS, SMALLEST, Ragged, decode, train_tokenizer
 from unmask.tasks.held_out import HELD_OUT, SPLITS, leaked, make_splits
 from unmask.tasks.task import Examples, check_range, prompt_kept
 from unmask.tasks.word_problems import FORMS, HUB, SCORINGS, answer_in, file_of, read_problems
 
-_EOS = MARKS.index(EOS)
+_EOS = MARKS.index(EOS)  # the first id, of a cut tokenizer too
 _RESPONSE_LENGTHS = {"equations": 72, "solution": 320}
-_SOURCES = (__file__, *(module.__file__ for module in (arithmetic, byte_pairs, held_out, resampling, word_problems)))
+_MODULES = (arithmetic, byte_pairs, held_out, resampling, word_problems, pretrained, cutting)
+_SOURCES = (__file__, *(module.__file__ for module in _MODULES))
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class GSM8K:
     resample: int = 56  # copies of each template
     seed: int = 0
     vocab_size: int = 4096
+    tokenizer: str = ""  # of a pretrained model (a folder, a .gguf file, smollm2-135m), cut; "": one of our own
     prompt_length: int = 192
     response_length: int = 0  # 0: 72 for equations, 320 for solutions
     held_out: str = "new-numbers-dev"
@@ -85,6 +91,11 @@ class GSM8K:
     @property
     def vocabulary(self) -> tuple[str, ...]:
         return self._tokens.vocabulary
+
+    @property
+    def text_tokenizer(self) -> Tokenizer:
+        """What turns text into the tokens of this task."""
+        return self._tokens.tokenizer
 
     @property
     def length(self) -> int:
@@ -244,6 +255,10 @@ def fingerprint(task: GSM8K) -> str:
     digest.update(json.dumps([settings, tokenizers.__version__]).encode())
     for source in _SOURCES:
         digest.update(Path(str(source)).read_bytes())
+    if task.tokenizer:
+        for file in find_source(task.tokenizer).files:
+            with file.open("rb") as opened:
+                digest.update(file.name.encode() + hashlib.file_digest(opened, "sha256").digest())
     path = file_of(task.folder, "train")
     if path is not None:
         data = path.read_bytes()
@@ -259,10 +274,14 @@ def _make(folder: Path, hashed: str, task: GSM8K) -> None:
     pairs = splits.pairs
     if not pairs["train"]:
         raise ValueError(f"task {task.name}: no training problem is left ({splits.left_out}): give more of them")
-    # The copies have the words of the problems that they are copies of, and digits are single: they add nothing.
-    tokenizer = train_tokenizer(
-        [text for pair in pairs["train"][: splits.as_they_came] for text in pair], task.vocab_size
-    )
+    if task.tokenizer:
+        whole, eos = load_tokenizer(task.tokenizer)
+        tokenizer = cut_tokenizer(whole, [text for pair in pairs["train"] for text in pair], [eos])
+    else:
+        # The copies have the words of the problems that they are copies of, and digits are single: they add nothing.
+        tokenizer = train_tokenizer(
+            [text for pair in pairs["train"][: splits.as_they_came] for text in pair], task.vocab_size
+        )
     arrays = {}
     for split in SPLITS:
         for part, name in enumerate(("prompts", "responses")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import string
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -35,11 +36,27 @@ class Examples:
         return self.rows(torch.tensor([row]))
 
     def rows(self, rows: Tensor) -> Examples:
-        """Some of the examples, in the order of `rows` [R]; any of them may come several times."""
-        return Examples(*(part[rows] for part in (self.tokens, self.response, self.attention)))
+        """Some of the examples, in the order of `rows` [R], on the CPU; any of them may come several times."""
+        there = sent(rows, self.tokens.device)
+        chosen = Examples(*(part[there] for part in (self.tokens, self.response, self.attention)))
+        vars(chosen).update(num_tokens=self.num_tokens[rows], num_response=self.num_response[rows])
+        return chosen
+
+    @cached_property
+    def num_tokens(self) -> Tensor:
+        """[B], on the CPU: without padding."""
+        return self.attention.sum(-1).cpu()
+
+    @cached_property
+    def num_response(self) -> Tensor:
+        """N [B], on the CPU."""
+        return self.response.sum(-1).cpu()
 
     def to(self, device: torch.device | str) -> Examples:
-        return Examples(*(sent(part, device) for part in (self.tokens, self.response, self.attention)))
+        """On the device; the host keeps what it would otherwise have to wait for."""
+        there = Examples(*(sent(part, device) for part in (self.tokens, self.response, self.attention)))
+        vars(there).update(num_tokens=self.num_tokens, num_response=self.num_response)
+        return there
 
 
 def sent(tensor: Tensor, device: torch.device | str) -> Tensor:

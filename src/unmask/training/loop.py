@@ -11,9 +11,10 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -21,10 +22,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from unmask.streams import Purpose, integers, stratified
+from unmask.tasks.task import Examples, Task, sent
 from unmask.training.recipe import Optimisation
-
-if TYPE_CHECKING:
-    from unmask.tasks.task import Task
 
 Rates = dict[str, tuple[nn.Module, float]]  # a network by name: its module and its learning rate
 
@@ -106,9 +105,12 @@ def run_stage(
                         seconds=round(time.perf_counter() - started, 3),
                     )
 
-        for update in range(stage.updates):
+        batches = _ahead(
+            _micro_batches(update, index, stage, task, seed, accelerator) for update in range(stage.updates)
+        )
+        for update, micro_batches in enumerate(batches):
             begin_update(update / stage.updates)
-            recorded = _backward(run, update, index, stage, task, seed, accelerator)
+            recorded = _backward(run, micro_batches, accelerator)
             for key, module in networks.items():
                 recorded[_norm(key)] = accelerator.clip_grad_norm_(module.parameters(), stage.clip)
             numbers = _Numbers(recorded)
@@ -126,34 +128,52 @@ def run_stage(
     objective.eval()
 
 
-def _backward(
-    run: Callable[..., Any],
-    update: int,
-    index: int,
-    stage: Optimisation,
-    task: Task,
-    seed: int,
-    accelerator: Accelerator,
-) -> dict[str, Tensor]:
-    """Accumulate the gradient of one update over its micro-batches; the update's mean metrics, on the device."""
-    total: dict[str, Tensor] = {}
+MicroBatch = tuple[Examples, Tensor, Tensor]  # examples and their ids [b] on the device, stratified uniforms [b]
+
+
+def _micro_batches(
+    update: int, index: int, stage: Optimisation, task: Task, seed: int, accelerator: Accelerator
+) -> list[MicroBatch]:
+    """What this process sees at an update, a function of (seed, stage, update) alone."""
+    found = []
     # Strided, so that every micro-batch has its share of every stratum of t.
     mine = torch.arange(accelerator.process_index, stage.batch, accelerator.num_processes)
     for micro in range(stage.accumulate):
         slots = mine[micro :: stage.accumulate]
         ids = integers(seed, Purpose.EXAMPLE, index, update * stage.batch + slots)
         examples = task.examples(ids, "train")
-        if not examples.response.any(-1).all():
-            empty = int(ids[~examples.response.any(-1)][0])
+        if not (examples.num_response > 0).all():
+            empty = int(ids[examples.num_response == 0][0])
             raise ValueError(
                 f"task {task.name}: training example {empty} has an empty response, so nothing to learn from"
             )
         u = stratified(seed, Purpose.TIME, index, update, slots=slots, total=stage.batch)
+        found.append((examples.to(accelerator.device), sent(ids, accelerator.device), u))
+    return found
+
+
+T = TypeVar("T")
+
+
+def _ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, the next one made by a second thread while the last is used."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = thread.submit(next, items, None)
+            yield item
+
+
+def _backward(run: Callable[..., Any], micro_batches: list[MicroBatch], accelerator: Accelerator) -> dict[str, Tensor]:
+    """Accumulate the gradient of one update over its micro-batches; the update's mean metrics, on the device."""
+    total: dict[str, Tensor] = {}
+    parts = len(micro_batches)
+    for micro_batch in micro_batches:
         with accelerator.autocast():
-            outcome = run(examples, ids, u)
-        accelerator.backward(outcome.loss / stage.accumulate)
+            outcome = run(*micro_batch)
+        accelerator.backward(outcome.loss / parts)
         for key, value in {"loss": outcome.loss.detach(), **outcome.metrics}.items():
-            total[key] = total.get(key, 0.0) + value / stage.accumulate
+            total[key] = total.get(key, 0.0) + value / parts
     return total
 
 

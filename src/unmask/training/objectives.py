@@ -30,27 +30,15 @@ class Outcome(NamedTuple):
     metrics: dict[str, Tensor]  # scalars without gradient
 
 
-class Batch(NamedTuple):
-    """Examples on the device of a network, with what the host knows of them, so that it need not wait to learn it."""
+def placed(examples: Examples, network: nn.Module) -> tuple[Examples, Layout]:
+    """The examples on the device of a network, and their layout, without waiting for the device.
 
-    examples: Examples
-    layout: Layout
-    num_tokens: Tensor  # [B] on the CPU: without padding
-    num_response: Tensor  # [B] on the CPU: N
-
-
-def batch_for(network: nn.Module, examples: Examples) -> Batch:
-    weight = next(network.parameters())
-    num_tokens, num_response = examples.attention.sum(-1).cpu(), examples.response.sum(-1).cpu()
-    there = examples.to(weight.device)
-    return Batch(there, _layout(there, num_tokens, stream_dtype(weight)), num_tokens, num_response)
-
-
-def _layout(examples: Examples, num_tokens: Tensor, dtype: torch.dtype) -> Layout:
-    """No mask where nothing is padded, which lets attention take its fastest path."""
-    total = int(num_tokens.sum())
+    No mask where nothing is padded, which lets attention take its fastest path.
+    """
+    weight, total = next(network.parameters()), int(examples.num_tokens.sum())
+    examples = examples.to(weight.device)
     attention = None if total == examples.tokens.numel() else examples.attention
-    return Layout.of(examples.tokens, attention, dtype, total)
+    return examples, Layout.of(examples.tokens, attention, stream_dtype(weight), total)
 
 
 class Reading(NamedTuple):
@@ -115,16 +103,17 @@ class DenoiseObjective(nn.Module):
         self.seed = seed
         self.mask, self.likelihood = mask_uniformly, log_likelihood
         if compile:
-            self.mask, self.likelihood = (torch.compile(part, dynamic=True) for part in (self.mask, self.likelihood))
+            self.mask = torch.compile(self.mask, dynamic=False)
+            self.likelihood = torch.compile(self.likelihood, dynamic=True)
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
         """examples and ids [B]; u [B] stratified uniforms, which choose the counts m."""
-        batch = batch_for(self.denoiser, examples)
-        tokens, response = batch.examples.tokens, batch.examples.response
-        counts = mask_counts(u.cpu(), batch.num_response)
+        examples, layout = placed(examples, self.denoiser)
+        tokens = examples.tokens
+        counts = mask_counts(u.cpu(), examples.num_response)
         num_masked, counts, ids = int(counts.sum()), sent(counts, tokens.device), sent(ids, tokens.device)
-        masked = self.mask(response, batch.examples.position, counts, ids, self.seed)
-        reading = read_denoiser(self.denoiser, tokens, masked, batch.layout, num_masked, self.likelihood)
+        masked = self.mask(examples.response, examples.position, counts, ids, self.seed)
+        reading = read_denoiser(self.denoiser, tokens, masked, layout, num_masked, self.likelihood)
         loss = -(reading.log_mu.sum(-1) / counts).mean()
         return Outcome(loss, {"elbo": -loss.detach()})
 
@@ -180,7 +169,7 @@ class OrderObjective(nn.Module):
         """examples and ids [B]; u [B] stratified uniforms, which choose the times t."""
         t = sample_times(u, self.budget)
         terms, log_q, masked = self.terms(examples, ids, t)
-        t, num_response = sent(t, masked.device), sent(examples.response.sum(-1), masked.device)
+        t, num_response = sent(t, masked.device), sent(examples.num_response, masked.device)
         objective = terms.reconstruction - self.kl_weight * terms.order_kl
         estimate = estimate_bound(objective, log_q, t, self.budget, self.baseline)
         loss = (estimate.loss / num_response).mean()
@@ -207,55 +196,65 @@ class OrderObjective(nn.Module):
         """F1 and KL [B, k], log Q [B, k] and the masks of x_{t+1} [B, k, L], at the times t [B]."""
         model, k = self.model, self.trajectories
         assert model.scorer is not None
-        batch = batch_for(model, examples)
-        tokens, response = batch.examples.tokens, batch.examples.response
+        examples, layout = placed(examples, model)
+        device = examples.tokens.device
         first_step = (t == self.budget - 1).cpu()  # [B]
-        t, ids = sent(t, tokens.device), sent(ids, tokens.device)
-        scores = model.scorer(tokens, batch.layout)  # [B, L]: one pass, whatever k and t
-        masked, log_q = self.parts.draw(scores, response, batch.examples.position, ids, t)
+        t, ids = sent(t, device), sent(ids, device)
+        scores = model.scorer(examples.tokens, layout)  # [B, L]: one pass, whatever k and t
+        # Made here: Triton would take numbers that a compiled program counts out itself for 32-bit ones.
+        steps, trajectory = torch.arange(1, self.budget, device=device), torch.arange(k, device=device)
+        masked, log_q = self.parts.draw(scores, examples.response, t, ids, examples.position, steps, trajectory)
 
         # x_T is the same for all k trajectories, so at t = T-1 one of them is evaluated and stands for all; where no
         # mask is left, F = 0 and nothing is evaluated.
         num_masked = masked.sum(-1).cpu()  # [B, k]: the one time that the device is waited for
         needed = (num_masked > 0) & (~first_step[:, None] | (torch.arange(k) == 0))
-        log_mu, logits = self._evaluate(batch, masked, t, needed, int(num_masked[needed].sum()))
-        shared = sent(first_step, tokens.device)[:, None, None]
+        log_mu, logits = self._evaluate(examples, masked, t, needed, int(num_masked[needed].sum()))
+        shared = sent(first_step, device)[:, None, None]
         log_mu = torch.where(shared, log_mu[:, :1], log_mu)
         logits = torch.where(shared, logits[:, :1], logits)
         terms = self.parts.terms(scores, masked, t, model.config.tau, log_mu, logits, model.selection)
         return terms, log_q, masked
 
-    def draw(self, scores: Tensor, response: Tensor, position: Tensor, ids: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(
+        self,
+        scores: Tensor,
+        response: Tensor,
+        t: Tensor,
+        ids: Tensor,
+        position: Tensor,
+        steps: Tensor,
+        trajectory: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """k trajectories a sequence: the masks of x_{t+1} [B, k, L], and log Q [B, k]."""
         tau, budget = self.model.config.tau, self.budget
-        drawn = sample_trajectories(scores, response, t, budget, tau, self._uniforms(ids, position))
+        drawn = sample_trajectories(scores, response, t, budget, tau, self._uniforms(ids, position, steps, trajectory))
         return drawn.masked, log_prob(scores, response, t, budget, tau, drawn)
 
-    def _uniforms(self, ids: Tensor, position: Tensor) -> Tensor:
+    def _uniforms(self, ids: Tensor, position: Tensor, steps: Tensor, trajectory: Tensor) -> Tensor:
         """[T-1, B, k, L]: a function of seed, id, trajectory, step and position alone."""
-        steps = torch.arange(1, self.budget, device=ids.device)[:, None, None, None]
-        trajectory = torch.arange(self.trajectories, device=ids.device)[:, None]
-        return uniforms(self.seed, Purpose.TRAJECTORY, ids[:, None, None], trajectory, steps, position[:, None])
+        words = ids[:, None, None], trajectory[:, None], steps[:, None, None, None], position[:, None]
+        return uniforms(self.seed, Purpose.TRAJECTORY, *words)
 
     def _evaluate(
-        self, batch: Batch, masked: Tensor, t: Tensor, needed: Tensor, num_masked: int
+        self, examples: Examples, masked: Tensor, t: Tensor, needed: Tensor, num_masked: int
     ) -> tuple[Tensor, Tensor]:
         """log mu of the true token and selector logits, [B, k, L] each, for the trajectories in `needed` [B, k]."""
-        model, device = self.model, masked.device
+        model = self.model
         assert model.selector is not None
-        which = places(needed, None)  # [R], on the CPU
-        row = which // self.trajectories
-        num_tokens, which, row = batch.num_tokens[row], sent(which, device), sent(row, device)
+        which = places(needed, None)  # [R], on the CPU, as `needed`
+        chosen = examples.rows(which // self.trajectories)
+        which = sent(which, masked.device)
         at = masked.flatten(0, 1)[which]  # [R, L]
-        examples = batch.examples.rows(row)
-        layout = _layout(examples, num_tokens, stream_dtype(next(model.parameters())))
+        chosen, layout = placed(chosen, model)
         with torch.set_grad_enabled(self.learn_denoiser and torch.is_grad_enabled()):
-            reading = read_denoiser(model.denoiser, examples.tokens, at, layout, num_masked, self.parts.likelihood)
+            reading = read_denoiser(model.denoiser, chosen.tokens, at, layout, num_masked, self.parts.likelihood)
         said, hidden = self.parts.features(reading.logits), reading.hidden
         if not self.attach_selector:
             said, hidden = said.detach(), hidden.detach()
-        logits = model.selector(hidden, scatter(said, reading.at, at), at, t[row], self.budget, layout)  # [R, L]
-        return scatter(reading.log_mu, which, masked[..., 0]), scatter(logits, which, masked[..., 0])
+        times = t[which // self.trajectories]
+        logits = model.selector(hidden, scatter(said, reading.at, at), at, times, self.budget, layout)  # [R, L]
+        return tuple(scatter(values, which, masked[..., 0]) for values in (reading.log_mu, logits))  # type: ignore[return-value]
 
 
 class _Parts(NamedTuple):

@@ -63,6 +63,8 @@ class ModelRecipe:
     qk_norm: bool = False
     tied_head: bool = False
     absolute_positions: bool = False  # a learned vector a position; tasks without a prompt need it
+    causal: str = ""  # a causal language model to start from, which says the shape: a folder, a .gguf, smollm2-135m
+    shift: bool = False  # with causal: read each token from the hidden state of the token before it
     selector: SelectorRecipe = field(default_factory=SelectorRecipe)
     scorer: ScorerRecipe = field(default_factory=ScorerRecipe)
 
@@ -73,6 +75,11 @@ class ModelRecipe:
         if given and not self.size and len(given) < len(_SHAPE):
             missing = [name for name in _SHAPE if name not in given]
             raise ValueError(f"{', '.join(missing)} missing: give a size such as '34m', or {', '.join(_SHAPE)}")
+        given += [name for name in ("qk_norm", "tied_head", "absolute_positions") if getattr(self, name)]
+        if self.causal and given:
+            raise ValueError(f"causal = {self.causal!r} already says {', '.join(given)}: give one or the other")
+        if self.shift and not self.causal:
+            raise ValueError("shift = true is for a causal language model: give causal, or leave shift out")
 
     @property
     def shape_given(self) -> list[str]:
@@ -177,7 +184,7 @@ class Recipe:
     order: OrderRecipe | None = None
     evaluate: EvaluateRecipe = field(default_factory=EvaluateRecipe)
     seed: int = 0
-    init: str = ""  # a run folder whose denoiser to start from
+    init: str = ""  # weights to start from: a run folder, or a .safetensors file of SMDM
     precision: Literal["no", "bf16"] = "no"  # autocast
     compile: bool = False  # torch.compile, on CUDA
     threads: int = 0  # CPU threads; 0: torch's default; tiny models are fastest with 1
@@ -192,7 +199,11 @@ class Recipe:
             raise ValueError("nothing to train: give [denoise], [order] or both")
         if not self.denoise and not self.init:
             raise ValueError("an order needs a denoiser: give [denoise], or init = 'the folder of an earlier run'")
-        if not self.init and not self.model.shape_given:
+        if self.init and self.model.causal:
+            raise ValueError(
+                f"init = {self.init!r} and model.causal = {self.model.causal!r} both say where to start: set one to ''"
+            )
+        if not (self.init or self.model.causal) and not self.model.shape_given:
             raise ValueError(
                 "[model] has no shape: give a size such as '34m', or width, layers, heads and intermediate"
             )

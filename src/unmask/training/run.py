@@ -17,14 +17,26 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from tokenizers import Tokenizer
 from torch import nn
 
+from unmask.models.adaptation import adapt_causal
 from unmask.models.backbone import SIZES, Backbone, BackboneConfig
 from unmask.models.networks import Selector, SelectorConfig
-from unmask.models.order_model import ModelFolderError, OrderModel, OrderModelConfig, word_level_tokenizer
+from unmask.models.order_model import (
+    ModelFolderError,
+    OrderModel,
+    OrderModelConfig,
+    with_mask_token,
+    word_level_tokenizer,
+)
+from unmask.models.pretrained import load_causal, load_tokenizer
+from unmask.models.smdm import load_smdm
+from unmask.models.vocabulary import vocabulary_of
 from unmask.suggest import did_you_mean
 from unmask.tasks import make_task
 from unmask.tasks.task import Task, check_task
+from unmask.training.expected_time import warn_of_time
 from unmask.training.loop import Metrics, NonFiniteError, Rates, run_stage
 from unmask.training.objectives import DenoiseObjective, OrderObjective
 from unmask.training.recipe import DenoiseRecipe, ModelRecipe, Optimisation, OrderRecipe, Recipe, RecipeError
@@ -52,6 +64,7 @@ def train(recipe: Recipe, out: Path, *, force: bool = False, cpu: bool = False) 
     metrics = Metrics(out / "metrics.jsonl")
     compiled = recipe.compile and accelerator.device.type == "cuda"
     _place(model, compiled, accelerator)
+    warn_of_time(recipe, model, task, accelerator.device)
 
     def stage(
         name: str, index: int, objective: nn.Module, rates: Rates, how: Optimisation, trained: OrderModel, **hook: Hook
@@ -122,6 +135,7 @@ def load_run(folder: Path) -> tuple[OrderModel, OrderModel, Recipe, Task]:
     """
     model = OrderModel.from_pretrained(folder)
     recipe, task = load_task(folder)
+    _check_vocabulary(model, task, str(folder))
     joint = recipe.order is not None and recipe.order.denoiser_rate > 0
     if not joint:
         return model, model, recipe, task
@@ -162,26 +176,18 @@ def _prepare_folder(out: Path, force: bool) -> Path | None:
 
 
 def _denoiser(recipe: Recipe, task: Task) -> OrderModel:
-    """The model without an order: loaded from `init`, or built anew."""
-    if recipe.init:
-        loaded = OrderModel.from_pretrained(recipe.init)
-        if loaded.config.vocab_size != len(task.vocabulary):
-            raise RecipeError(
-                f"init = {recipe.init!r} knows {loaded.config.vocab_size} tokens, but task {task.name} has "
-                f"{len(task.vocabulary)}: give the run of the same task"
-            )
-        if recipe.model.shape_given:
-            wanted, has = _shape(recipe.model, task), loaded.config.denoiser
-            for name in ("width", "layers", "heads", "intermediate"):
-                if getattr(wanted, name) != getattr(has, name):
-                    raise RecipeError(
-                        f"init = {recipe.init!r} has {name} {getattr(has, name)}, but the recipe's [model] says "
-                        f"{getattr(wanted, name)}: make them agree, or leave the shape out"
-                    )
-        model = _copy_denoiser(loaded)
+    """The model without an order: from `init`, from a causal language model, or built anew."""
+    if recipe.init.endswith(".safetensors"):
+        model = _from_smdm(recipe, task)
+    elif recipe.init:
+        model = _from_run(recipe, task)
+    elif recipe.model.causal:
+        model = _from_causal(recipe, task)
     else:
         config = OrderModelConfig(len(task.vocabulary), _shape(recipe.model, task), recipe.model.tied_head)
-        model = OrderModel(config, word_level_tokenizer(task.vocabulary))
+        text_tokenizer = _text_tokenizer(task)
+        tokenizer = with_mask_token(text_tokenizer) if text_tokenizer else word_level_tokenizer(task.vocabulary)
+        model = OrderModel(config, tokenizer)
     longest = model.config.denoiser.max_length
     if task.length > longest:
         raise RecipeError(
@@ -189,6 +195,68 @@ def _denoiser(recipe: Recipe, task: Task) -> OrderModel:
             + ("start from a run with a longer one" if recipe.init else "raise model.max_length")
         )
     return model
+
+
+def _from_run(recipe: Recipe, task: Task) -> OrderModel:
+    loaded = OrderModel.from_pretrained(recipe.init)
+    _check_vocabulary(loaded, task, f"init = {recipe.init!r}")
+    if recipe.model.shape_given:
+        wanted, has = _shape(recipe.model, task), loaded.config.denoiser
+        for name in ("width", "layers", "heads", "intermediate"):
+            if getattr(wanted, name) != getattr(has, name):
+                raise RecipeError(
+                    f"init = {recipe.init!r} has {name} {getattr(has, name)}, but the recipe's [model] says "
+                    f"{getattr(wanted, name)}: make them agree, or leave the shape out"
+                )
+    return _copy_denoiser(loaded)
+
+
+def _from_causal(recipe: Recipe, task: Task) -> OrderModel:
+    source = recipe.model.causal
+    tokenizer = _text_tokenizer(task)
+    if tokenizer is None:
+        raise RecipeError(f"model.causal writes text, and task {task.name} has none: leave model.causal out")
+    try:
+        length = recipe.model.max_length or task.length
+        return adapt_causal(load_causal(source), tokenizer, shift=recipe.model.shift, max_length=length)
+    except ValueError as error:
+        advice = f": set task.tokenizer to {source!r}" if "are not tokens of" in str(error) else ""
+        raise RecipeError(f"model.causal = {source!r}: {error}{advice}") from None
+
+
+def _from_smdm(recipe: Recipe, task: Task) -> OrderModel:
+    tokenizer, source = _text_tokenizer(task), str(recipe.task.get("tokenizer", ""))
+    if tokenizer is None or not source:
+        raise RecipeError(
+            f"init = {recipe.init!r} has no tokenizer in it: set task.tokenizer to a folder with the one that it was "
+            "trained with (TinyLlama's)"
+        )
+    if not recipe.model.shape_given:
+        raise RecipeError(f"init = {recipe.init!r} does not say its heads: set model.size, such as '170m'")
+    try:
+        return load_smdm(recipe.init, _shape(recipe.model, task), load_tokenizer(source).tokenizer, tokenizer)
+    except ValueError as error:
+        raise RecipeError(f"init: {error}") from None
+
+
+def _text_tokenizer(task: Task) -> Tokenizer | None:
+    """What turns text into the tokens of a task that has text: its optional `text_tokenizer`."""
+    return getattr(task, "text_tokenizer", None)
+
+
+def _check_vocabulary(model: OrderModel, task: Task, where: str) -> None:
+    """The tokens of a model are those of the task, id by id; two vocabularies of one size may still differ."""
+    theirs, ours = vocabulary_of(model.tokenizer)[: model.config.vocab_size], task.vocabulary
+    if len(theirs) != len(ours):
+        raise RecipeError(
+            f"{where} knows {len(theirs)} tokens, but task {task.name} has {len(ours)}: give the run of the same task"
+        )
+    for index, (token, wanted) in enumerate(zip(theirs, ours, strict=True)):
+        if token != wanted:
+            raise RecipeError(
+                f"{where} has another tokenizer than task {task.name}: its token {index} is {token!r}, the task's is "
+                f"{wanted!r}: give the run of the same task, with the same data and options"
+            )
 
 
 def _place(model: OrderModel, compiled: bool, accelerator: Accelerator) -> OrderModel:
@@ -248,7 +316,13 @@ def _with_order(plain: OrderModel, recipe: Recipe) -> OrderModel:
                 positions=trunk.max_length if trunk.absolute_positions else 0,
             ),
             scorer=dataclasses.replace(
-                trunk, width=scorer_width, layers=scorer.layers, heads=scorer.heads, intermediate=2 * scorer_width
+                trunk,
+                width=scorer_width,
+                layers=scorer.layers,
+                heads=scorer.heads,
+                intermediate=2 * scorer_width,
+                kv_heads=0,
+                head_width=0,
             ),
             selection=order.selection,
             tau=order.tau,

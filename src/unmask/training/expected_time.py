@@ -1,0 +1,51 @@
+"""How long a recipe for a GPU would take without one, told before it starts."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+
+from unmask.models.order_model import OrderModel
+from unmask.tasks.task import Task
+from unmask.training.recipe import Recipe
+
+
+def warn_of_time(recipe: Recipe, model: OrderModel, task: Task, device: torch.device) -> None:
+    """One line on stderr where a recipe that asks for bf16 or compilation starts on a CPU.
+
+    6 operations a parameter and token, as many tokens as a full canvas has, at the speed of one matrix product here.
+    The truth may be several times as much; it says whether to wait for minutes or for months.
+    """
+    if device.type != "cpu" or not (recipe.compile or recipe.precision == "bf16"):
+        return
+    sequences = recipe.denoise.updates * recipe.denoise.batch if recipe.denoise else 0
+    if recipe.order:
+        further = recipe.order.updates * recipe.order.batch * recipe.order.trajectories
+        sequences += 2 * further if recipe.order.denoiser_rate > 0 else further  # joint: the baseline learns as much
+    parameters = sum(parameter.numel() for parameter in model.denoiser.parameters())
+    seconds = 6.0 * parameters * task.length * sequences / matrix_speed()
+    print(
+        f"unmask: this recipe is meant for a GPU; on this CPU it would take {in_words(seconds)} or more "
+        f"({sequences:,} sequences of {task.length} tokens, {parameters / 1e6:.0f}M parameters)",
+        file=sys.stderr,
+    )
+
+
+def matrix_speed(size: int = 768) -> float:
+    """Operations a second of a product of two square matrices in float32: the best of three."""
+    matrix = torch.ones(size, size)
+    best = float("inf")
+    for _ in range(3):
+        started = time.perf_counter()
+        matrix @ matrix
+        best = min(best, time.perf_counter() - started)
+    return 2.0 * size**3 / best
+
+
+def in_words(seconds: float) -> str:
+    for unit, length, enough in (("seconds", 1, 100), ("minutes", 60, 100), ("hours", 3600, 72), ("days", 86400, 1e9)):
+        if seconds < length * enough:
+            return f"about {seconds / length:,.0f} {unit}"
+    return "years"
