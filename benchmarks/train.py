@@ -1,10 +1,11 @@
 """How fast training is, and what an order step costs beside a plain one.
 
-    python benchmarks/train.py cpu                 tables for this machine, in a few minutes
+    python benchmarks/train.py cpu                 in a few minutes on this machine
     python benchmarks/train.py h200-30m h200-170m  the published cases, on one GPU
+    python benchmarks/train.py h200-30m --growth   how an order step grows with k, N and T, and with the time t
     python benchmarks/train.py table               docs/training-speed.md from results/train/*.jsonl
 
-Every figure is the training loop itself (`run_stage`: data, both passes, clipping, AdamW, metrics) on drawn tokens with
+Every step is the training loop itself (`run_stage`: data, both passes, clipping, AdamW, metrics) on drawn tokens with
 the lengths of GSM8K.  What is counted, and nothing else:
 
     FLOP = 6 x block parameters x tokens that are no padding + 6 x width x vocabulary x projected positions
@@ -18,7 +19,9 @@ import gc
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -30,12 +33,12 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from unmask.evaluation import device_name, revision
-from unmask.models.backbone import BackboneConfig
+from unmask.models.backbone import BackboneConfig, places
 from unmask.models.networks import SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
 from unmask.tasks.task import Examples
 from unmask.training.loop import Metrics, run_stage
-from unmask.training.objectives import DenoiseObjective, OrderObjective
+from unmask.training.objectives import DenoiseObjective, OrderObjective, log_likelihood
 from unmask.training.recipe import Optimisation
 from unmask.training.run import compile_networks
 from unmask.variational.estimators import LeaveOneOut
@@ -59,7 +62,7 @@ class Case:
 
 
 CASES = {
-    "cpu": Case(BackboneConfig(128, 4, 4, 384, max_length=264), 512, 48, 24, 24, 64, 5, "cpu", 0.0),
+    "cpu": Case(BackboneConfig(64, 2, 4, 192, max_length=264), 512, 48, 24, 24, 64, 5, "cpu", 0.0),
     "h200-30m": Case(BackboneConfig(512, 8, 8, 1408, max_length=264), 4096, 192, 72, 65, 512, 5, "cuda", 290.0),
     "h200-170m": Case(BackboneConfig(768, 18, 12, 3072, max_length=256), 32_000, 128, 128, 128, 256, 5, "cuda", 380.0),
 }
@@ -120,8 +123,11 @@ def operations(case: Case, task: Drawn) -> float:
 def update_seconds(
     case: Case, model: OrderModel, task: Drawn, what: str, accelerator: Accelerator
 ) -> tuple[float, int]:
-    """Seconds of an update in the training loop, and its peak memory (0 on the CPU)."""
-    every, rounds = 20, 3 if case.device == "cuda" else 2
+    """Seconds of an update in the training loop, and its peak memory (0 on the CPU).
+
+    The loop records every twentieth update; the first twenty compile and warm up.
+    """
+    every, rounds = 20, 3 if case.device == "cuda" else 1
     learn = 1e-5
     if what == "denoise":
         objective: Any = DenoiseObjective(model.denoiser, 0, compile=case.device == "cuda")
@@ -145,46 +151,197 @@ def update_seconds(
         seconds = [json.loads(line)["seconds"] for line in path.read_text().splitlines()]
     model.zero_grad(set_to_none=True)
     peak = torch.cuda.max_memory_allocated() if case.device == "cuda" else 0
-    # The first twenty updates compile and warm up.
     return statistics.median(b - a for a, b in pairwise(seconds[1:])) / every, peak
 
 
 def measure(name: str) -> Iterator[dict[str, Any]]:
     """The rows of one case, each as soon as it is known."""
     case = CASES[name]
-    accelerator = Accelerator(mixed_precision="bf16" if case.device == "cuda" else "no", cpu=case.device == "cpu")
-    about = {"device": device_name(accelerator.device), "torch": torch.__version__, "revision": revision()}
-    model, task = build(case), Drawn(case)
-    if case.device == "cuda":
-        compile_networks(model)
-    plain = 0.0
-    for what in ("denoise", *BARS):
-        seconds, peak = update_seconds(case, model, task, what, accelerator)
-        plain = plain or seconds
+    with running(case) as (model, accelerator):
+        task, plain = Drawn(case), 0.0
         tokens = float(task.pool.attention.sum(-1).double().mean()) * case.sequences
-        yield {
-            "case": name,
-            "what": what,
-            "milliseconds": round(1000 * seconds, 2),
-            "ratio": round(seconds / plain, 3),
-            "teraflops": round(operations(case, task) / seconds / 1e12, 1) if what == "denoise" else None,
-            "tokens_per_s": round(tokens / seconds),
-            "peak_bytes": peak or None,
-            "sequences": case.sequences,
-            **about,
-        }
+        for what in ("denoise", *BARS):
+            seconds, peak = update_seconds(case, model, task, what, accelerator)
+            plain = plain or seconds
+            yield {
+                "case": name,
+                "what": what,
+                "milliseconds": round(1000 * seconds, 2),
+                "ratio": round(seconds / plain, 3),
+                "teraflops": round(operations(case, task) / seconds / 1e12, 3) if what == "denoise" else None,
+                "tokens_per_s": round(tokens / seconds),
+                "peak_bytes": peak or None,
+                "loss_bytes": loss_bytes(case, model) if what == "denoise" else None,
+                "sequences": case.sequences,
+                "budget": case.budget,
+                **about(accelerator),
+            }
+
+
+def measure_growth(name: str) -> Iterator[dict[str, Any]]:
+    """A frozen order step as one of k, N and T grows, the number of sequences B held; and at every time t."""
+    base = CASES[name]
+    B, N, T = base.sequences // base.trajectories, base.response, base.budget
+    grown = [("k", k, replace(base, trajectories=k, sequences=B * k)) for k in (2, 4, 8, 16)]
+    grown += [("N", n, replace(base, response=n)) for n in (N // 4, N // 2, N)]
+    grown += [("T", t, replace(base, budget=t)) for t in (2, 5, 10, 20)]
+    for symbol, value, case in grown:
+        with running(case) as (model, accelerator):
+            seconds, _ = update_seconds(case, model, Drawn(case), "order, frozen", accelerator)
+            yield growth_row(name, symbol, value, seconds, accelerator)
+    with running(base) as (model, accelerator):
+        for t in range(T):
+            yield growth_row(name, "t", t, seconds_at(base, model, t, accelerator), accelerator)
+
+
+def growth_row(case: str, symbol: str, value: int, seconds: float, accelerator: Accelerator) -> dict[str, Any]:
+    milliseconds = round(1000 * seconds, 2)
+    return {"case": case, "grows": symbol, "value": value, "milliseconds": milliseconds, **about(accelerator)}
+
+
+def seconds_at(case: Case, model: OrderModel, t: int, accelerator: Accelerator) -> float:
+    """Both passes of the frozen order objective with every sequence at the time t: the median of ten."""
+    model.denoiser.requires_grad_(False)
+    batch = case.sequences // case.trajectories
+    objective = OrderObjective(
+        model, case.budget, case.trajectories, LeaveOneOut(), 0, learn_denoiser=False, compile=case.device == "cuda"
+    )
+    times = []
+    for update in range(13):
+        ids = torch.arange(update * batch, (update + 1) * batch)
+        examples = Drawn(case).examples(ids, "train").to(case.device)
+        _wait(case)
+        started = time.perf_counter()
+        with accelerator.autocast():
+            loss = objective(examples, ids, torch.full((batch,), (t + 0.5) / case.budget)).loss
+        loss.backward()
+        _wait(case)
+        times.append(time.perf_counter() - started)
+    model.zero_grad(set_to_none=True)
+    return statistics.median(times[3:])
+
+
+def loss_bytes(case: Case, model: OrderModel) -> list[int]:
+    """What a loss keeps for its backward pass beside the trunk's own, with the prompt as it is and twice as long."""
+    found = []
+    for prompt in (case.prompt, 2 * case.prompt):
+        masked = torch.zeros(4, prompt + case.response, dtype=torch.bool, device=case.device)
+        masked[:, prompt::2] = True
+        tokens = torch.ones_like(masked, dtype=torch.long)
+        hidden = torch.zeros(*masked.shape, case.shape.width, device=case.device, requires_grad=True)
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            at = places(masked, None)
+            log_likelihood(model.denoiser.logits(hidden.flatten(0, 1)[at]), tokens.flatten()[at]).sum()
+        found.append(sum(kept.values()))
+    return found
+
+
+@contextmanager
+def running(case: Case) -> Iterator[tuple[OrderModel, Accelerator]]:
+    """A model on its device, compiled on a GPU."""
+    if case.device == "cpu":
+        torch.set_num_threads(1)  # threads that wait for one another on a busy machine would be what is measured
+    accelerator = Accelerator(mixed_precision="bf16" if case.device == "cuda" else "no", cpu=case.device == "cpu")
+    model = build(case)
+    if case.device == "cuda":
+        torch._dynamo.reset()  # type: ignore[no-untyped-call]
+        compile_networks(model)
+    yield model, accelerator
+
+
+def about(accelerator: Accelerator) -> dict[str, str]:
+    return {"device": device_name(accelerator.device), "torch": torch.__version__, "revision": revision()}
+
+
+def _wait(case: Case) -> None:
+    if case.device == "cuda":
+        torch.cuda.synchronize()
+
+
+INTRODUCTION = """# Training speed
+
+Written by `python benchmarks/train.py table` from the records in `results/train/`. The commands that made them:
+
+```
+python benchmarks/train.py cpu > results/train/cpu.jsonl                  # and h200-30m, h200-170m
+python benchmarks/train.py cpu --growth > results/train/cpu-growth.jsonl  # and h200-30m
+```
+
+Every step is the training loop itself: data, both passes, clipping, AdamW and metrics, on drawn tokens with the lengths
+of GSM8K. Counted are 6 x block parameters x tokens that are no padding, 6 x width x vocabulary x projected positions,
+and attention; nothing else. An order step has as many sequences, B x k, as the plain step that it is measured against.
+What the loss keeps for its backward pass is given for the prompt's room and for twice that: it does not depend on it,
+because only masked positions are projected to the vocabulary.
+
+"""
+
+
+def write_page() -> None:
+    text = INTRODUCTION
+    for path in sorted(RECORDS.glob("*.jsonl")):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        case, row = CASES[rows[0]["case"]], rows[0]
+        shape = case.shape
+        text += (
+            f"## {path.stem}\n\nWidth {shape.width}, {shape.layers} layers, vocabulary {case.vocabulary:,}, "
+            f"{case.prompt} + {case.response} tokens, T = {case.budget}, k = {case.trajectories}; {row['device']}, "
+            f"torch {row['torch']}, revision {row['revision']}.\n\n"
+        )
+        text += (growth_table(rows) if "grows" in row else step_table(case, rows)) + "\n\n"
+    PAGE.write_text(text.rstrip() + "\n")
+
+
+def step_table(case: Case, rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| step | ms | over plain | bar | TFLOP/s | bar | tokens/s | peak GiB | loss keeps, MiB |",
+        "|---" * 9 + "|",
+    ]
+    for row in rows:
+        most, least = BARS.get(row["what"]), case.bar if row["teraflops"] is not None else 0.0
+        missed = bool(most and row["ratio"] > most) and case.device == "cuda"
+        cells = [
+            f"{row['what']}, {row['sequences']} sequences",
+            f"{row['milliseconds']:.1f}",
+            f"{row['ratio']:.2f}" + (" (missed)" if missed else ""),
+            f"{most:.2f}" if most and case.device == "cuda" else "",
+            ""
+            if row["teraflops"] is None
+            else f"{row['teraflops']:.3g}" + (" (missed)" if row["teraflops"] < least else ""),
+            f"{least:.0f}" if least else "",
+            f"{row['tokens_per_s']:,}",
+            f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "",
+            ", ".join(f"{kept / 2**20:.2f}" for kept in row["loss_bytes"] or []),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def growth_table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| what grows | value: ms of a frozen order step |", "|---|---|"]
+    for symbol in ("k", "N", "T", "t"):
+        found = [f"{row['value']}: {row['milliseconds']:.1f}" for row in rows if row["grows"] == symbol]
+        lines.append(f"| {symbol} | {', '.join(found)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "cases", nargs="+", choices=[*CASES, "table"], metavar="CASE", help=", ".join([*CASES, "table"])
-    )
+    parser.add_argument("cases", nargs="+", choices=[*CASES, "table"], metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--growth", action="store_true", help="how an order step grows with k, N and T instead")
     arguments = parser.parse_args()
     for name in arguments.cases:
+        if name == "table":
+            write_page()
+            continue
         if CASES[name].device == "cuda" and not torch.cuda.is_available():
             parser.error(f"{name} needs a CUDA device: run `python benchmarks/train.py cpu` here")
-        for row in measure(name):
+        for row in (measure_growth if arguments.growth else measure)(name):
             print(json.dumps(row), flush=True)
 
 

@@ -76,7 +76,22 @@ def test_checking_a_variant_as_the_guide_shows_it():
     }
     exec(BLOCKS[4], shown)
     assert shown["model"].vocab_size == 2
-    assert len(BLOCKS) == 5, "every block of the guide is run"
+
+
+def test_a_causal_language_model_as_the_guide_shows_it(tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="pip install 'unmask[pretrained]'")
+    from tests.models.test_adaptation import TEXTS, save, tiny
+
+    save(tiny(), tmp_path / "models" / "llama")
+    monkeypatch.chdir(tmp_path)
+    shown = {"texts": TEXTS}
+    exec(BLOCKS[5], shown)
+    model = unmask.OrderModel.from_pretrained("runs/llama")
+    assert model.config.shift
+    assert shown["causal"].tokenizer.token_to_id("zy") is not None
+    assert model.tokenizer.token_to_id("zy") is None  # no text has it
+    assert model.tokenizer.encode("2 + 2 = [MASK]").ids[-1] == model.denoiser.mask_token_id
+    assert len(BLOCKS) == 6, "every block of the guide is run"
 
 
 def test_every_file_that_the_documentation_names_exists():

@@ -8,6 +8,8 @@ import pytest
 
 from tests.tasks.test_gsm8k import TEST, many, write_jsonl
 from tests.test_cli import call, refused  # noqa: F401
+from tests.test_comparison import learned, result
+from tests.test_report import LEARNED
 from tests.training.small import contents, json_lines
 from unmask import cli
 from unmask.comparison import Gain
@@ -18,7 +20,6 @@ from unmask.training.recipe import load_recipe
 
 DENOISER = """
 threads = 1
-precision = "bf16"
 
 [task]
 name = "gsm8k"
@@ -156,6 +157,25 @@ def test_of_the_other_rules_only_one_is_left_on_later_splits(study):
     assert by_split["test"] in ({"iid", "top-prob", "entropy"}, {"iid", "top-prob", "left-to-right"})
     asked = [r.budget for r in plain if r.policy == "top-prob" and r.split == "new-numbers-dev"]
     assert {1, 4} < set(asked), "the steps that were asked for, and those that a comparison needs"
+
+
+def test_the_best_of_the_other_rules(study):
+    """By the mean score at the steps of the frozen orders on the first split; a rule that stops early, by its best."""
+    dev = {"split": "new-numbers-dev"}
+    one = learned("11111111", [2] * 8, plain_denoiser=LEARNED.denoiser, **dev)
+    two = learned(plain_denoiser=LEARNED.denoiser, trained_seed=1, **dev)  # 1.75 steps
+    rules = [result("entropy", 1, "11111111", **dev), result("entropy", 2, "00000000", **dev)]  # 0 and 1/4
+    rules += [result("left-to-right", 4, "11000000", [1] * 8, **dev)]  # 1/4: it never takes more than one step
+    rules += [result("margin", steps, "11111111", **dev) for steps in (1, 2)]  # none of the others
+    elsewhere = [result("entropy", steps, "11111111", split="test") for steps in (1, 2)]
+    joint = learned(denoiser="ba9876543210", plain_denoiser=LEARNED.denoiser, steps=[1] * 8, **dev)
+    whole = reproduction(study, study / "nowhere")
+    whole.evaluated = lambda: [one, two, joint, *rules, *elsewhere]
+    assert whole._best_other() == "left-to-right"
+    whole.evaluated = lambda: [two, *rules[:2], result("left-to-right", 4, "10000000", [1] * 8, **dev)]
+    assert whole._best_other() == "entropy"
+    whole.evaluated = list
+    assert whole._best_other() is None
 
 
 def test_the_gains_hold_both_seeds(study):

@@ -116,6 +116,8 @@ def test_splits_have_parts_of_their_own(folder):
     numbers, test = text.split("## 30m: test")
     assert "6,000 problems, of which 3 are too long for the model and count as wrong" in numbers
     assert "1,319 problems." in test
+    assert "entropy" in numbers
+    assert "entropy" not in test, "the gains of the other split"
     assert "![30m: new-numbers: accuracy against mean steps](plots/small-new-numbers.svg)" in numbers
     assert "joint orders wrote with `ba9876`" in numbers
 

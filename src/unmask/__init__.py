@@ -17,13 +17,19 @@ if TYPE_CHECKING:
     from unmask.decoding import policies
     from unmask.decoding.generate import Engine, Generation, generate
     from unmask.decoding.tokens import TokenChoice
+    from unmask.models.adaptation import adapt_causal
     from unmask.models.order_model import OrderModel
+    from unmask.models.pretrained import load_causal
+    from unmask.models.vocabulary import cut_tokenizer
     from unmask.tasks import make_task
     from unmask.training.recipe import load_recipe
     from unmask.training.run import train
 
 _HOMES = {
     "OrderModel": "unmask.models.order_model",
+    "adapt_causal": "unmask.models.adaptation",
+    "cut_tokenizer": "unmask.models.vocabulary",
+    "load_causal": "unmask.models.pretrained",
     "Engine": "unmask.decoding.generate",
     "TokenChoice": "unmask.decoding.tokens",
     "generate": "unmask.decoding.generate",
@@ -43,7 +49,10 @@ __all__ = [
     "Generation",
     "OrderModel",
     "TokenChoice",
+    "adapt_causal",
+    "cut_tokenizer",
     "generate",
+    "load_causal",
     "load_recipe",
     "make_task",
     "policies",

@@ -302,9 +302,9 @@ class Reproduction:
         for run in stage.runs:
             if not self._is_trained(run):
                 raise ValueError(f"{stage.name} needs {self.out / run}: run its stage first")
-        command = stage.command
-        if not stage.runs and (self.out / stage.name / "recipe.json").exists():
-            command = [*command, "--force"]  # it was interrupted
+        command, folder = stage.command, self.out / stage.name
+        if not stage.runs and (folder / "recipe.json").exists() and not (folder / "checkpoints").exists():
+            command = [*command, "--force"]  # it was interrupted, and nothing is there to go on from
         on_gpu = torch.cuda.is_available() and not self.cpu
         started, finished = time.perf_counter(), False
         try:

@@ -62,6 +62,12 @@ def tiny(**options):
     return Causal(model.double(), tokenizer())
 
 
+def save(causal, folder):
+    """The folder that transformers would write."""
+    causal.model.float().save_pretrained(folder)
+    causal.tokenizer.save(str(folder / "tokenizer.json"))
+
+
 def full_attention(causal, ids):
     """Their logits [B, L, V] with every position seen by every other."""
     B, L = ids.shape
@@ -182,9 +188,7 @@ def test_a_foreign_tokenizer_is_refused():
 @pytest.fixture
 def folder(tmp_path):
     """A tiny Llama as transformers saves it."""
-    causal = tiny(**SHAPES["untied"])
-    causal.model.float().save_pretrained(tmp_path / "llama")
-    causal.tokenizer.save(str(tmp_path / "llama" / "tokenizer.json"))
+    save(tiny(**SHAPES["untied"]), tmp_path / "llama")
     return tmp_path / "llama"
 
 

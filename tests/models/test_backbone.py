@@ -1,7 +1,16 @@
 import pytest
 import torch
 
-from unmask.models.backbone import SIZES, Backbone, BackboneConfig, rotary_angles, rotate
+from unmask.models.backbone import (
+    SIZES,
+    Backbone,
+    BackboneConfig,
+    Layout,
+    Spans,
+    attended,
+    rotary_angles,
+    rotate,
+)
 
 NUM_TOKENS = 7
 MASK = NUM_TOKENS - 1
@@ -191,3 +200,88 @@ def test_grouped_queries_are_heads_whose_keys_and_values_are_repeated():
 def test_a_wrong_number_of_keys_is_refused(options, said):
     with pytest.raises(ValueError, match=said):
         BackboneConfig(width=16, layers=1, heads=4, intermediate=24, **options)
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+def rows_of(side="left"):
+    """Tokens [3, 8] of lengths 8, 3 and 5, and their attention."""
+    sequences = [tokens(1, n, seed=n)[0] for n in (8, 3, 5)]
+    return padded(sequences, side, tokens(3, 8, seed=9))
+
+
+def masked_layout(x, attention):
+    """The layout of a compiled program: padding stays and is masked."""
+    positions = (attention.long().cumsum(-1) - 1).clamp(min=0)
+    return Layout(positions, attention[:, None, None, :], None, tuple(x.shape))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("options", SHAPES)
+def test_packing_changes_nothing_but_the_padding(side, options):
+    trunk, (x, attention) = backbone(**options), rows_of(side)
+    packed, layout = trunk(x, attention), Layout.of(x, attention, torch.float64)
+    assert layout.positions.shape == (1, 16), "half of the places would be padding"
+    assert (packed[~attention] == 0).all()
+    masked = trunk(x, masked_layout(x, attention))
+    assert torch.allclose(packed[attention], masked[attention], rtol=0, atol=1e-12)
+    gradients = []
+    for out in (packed, masked):
+        trunk.zero_grad()
+        out[attention].square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in trunk.parameters()]))
+    assert torch.allclose(*gradients, rtol=0, atol=1e-10)
+    assert gradients[0].abs().max() > 1e-3
+
+
+def test_a_known_number_of_tokens_gives_the_same_layout():
+    x, attention = rows_of()
+    waiting, knowing = (Layout.of(x, attention, torch.float64, count) for count in (None, 16))
+    assert torch.equal(waiting.at, knowing.at)
+    assert torch.equal(waiting.positions, knowing.positions)
+    assert waiting.attend.ends.tolist() == knowing.attend.ends.tolist() == [0, 8, 11, 16]
+    assert waiting.attend.ends.dtype == torch.int32, "which the kernel wants"
+
+
+def test_take_and_put_are_inverse_where_nothing_is_padded():
+    x, attention = rows_of()
+    layout = Layout.of(x, attention, torch.float64)
+    values = torch.arange(24.0).view(3, 8)
+    taken = layout.take(values)
+    assert torch.equal(taken[0], values[attention])
+    assert torch.equal(layout.put(taken), values * attention)
+
+
+def test_spans_keep_sequences_apart_and_may_be_empty():
+    query, key, value = torch.randn(3, 1, 6, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mixed = attended(query, key, value, Spans(torch.tensor([0, 2, 2, 6]), 4))
+    for start, end in ((0, 2), (2, 6)):
+        q, k, v = (states[:, start:end] for states in (query, key, value))
+        assert torch.allclose(mixed[:, start:end], attended(q, k, v, None), rtol=0, atol=1e-12)
+    nothing = torch.zeros(1, 0, 2, 4)
+    assert attended(nothing, nothing, nothing, Spans(torch.tensor([0]), 4)).shape == (1, 0, 2, 4)
+
+
+def test_nothing_is_packed_inside_a_compiled_program():
+    x, attention = rows_of()
+    seen = []
+
+    def forward(x, attention):
+        seen.append(Layout.of(x, attention, torch.float64))
+        return seen[-1].positions
+
+    torch.compile(forward, backend="eager")(x, attention)
+    assert seen[0].at is None
+    assert seen[0].attend is not None
+
+
+def test_the_residual_stream_is_in_autocasts_dtype():
+    trunk, (x, attention) = backbone().float(), rows_of()
+    for given in (attention, None):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            half = trunk(x, given)
+        assert half.dtype == torch.bfloat16
+        full = trunk(x, given)
+        assert full.dtype == torch.float32
+        assert (half[attention] - full[attention]).abs().max() < 0.1 * full.abs().max()

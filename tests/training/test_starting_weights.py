@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 pytest.importorskip("transformers", reason="pip install 'unmask[pretrained]'")
 
-from tests.models.test_adaptation import EOS, SHAPES, tiny, tokenizer
+from tests.models.test_adaptation import EOS, SHAPES, save, tiny, tokenizer
 from tests.models.test_smdm import checkpoint
 from tests.tasks.test_gsm8k import TEST, many, write_jsonl
 from unmask.decoding.generate import generate
@@ -68,8 +68,7 @@ def home(tmp_path_factory):
     (home / "data").mkdir()
     write_jsonl(home / "data" / "train.jsonl", many())
     write_jsonl(home / "data" / "test.jsonl", TEST)
-    tiny(**SHAPES["grouped"]).model.float().save_pretrained(home / "llama")
-    tokenizer().save(str(home / "llama" / "tokenizer.json"))
+    save(tiny(**SHAPES["grouped"]), home / "llama")
     (home / "recipe.toml").write_text(RECIPE)
     return home
 

@@ -258,7 +258,7 @@ def fingerprint(task: GSM8K) -> str:
     if task.tokenizer:
         for file in find_source(task.tokenizer).files:
             with file.open("rb") as opened:
-                digest.update(file.name.encode() + hashlib.file_digest(opened, "sha256").digest())
+                digest.update(hashlib.file_digest(opened, "sha256").digest())
     path = file_of(task.folder, "train")
     if path is not None:
         data = path.read_bytes()
