@@ -426,7 +426,10 @@ def test_an_order_that_nobody_learns_is_refused():
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_recipe_written_out_is_the_same_recipe(tmp_path, name):
-    recipe = load_recipe(name, ["init=runs/earlier"])  # without which some have no denoiser
+    try:
+        recipe = load_recipe(name)
+    except RecipeError:  # an order alone, for the denoiser of an earlier run
+        recipe = load_recipe(name, ["init=runs/earlier"])
     path = tmp_path / "written.toml"
     path.write_text(recipe.to_toml())
     assert load_recipe(path) == recipe
