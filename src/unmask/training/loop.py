@@ -237,11 +237,13 @@ class _Numbers:
     def __init__(
         self, shares: dict[str, Tensor], wishes: dict[str, bool], same: dict[str, Tensor], accelerator: Accelerator
     ) -> None:
-        self.names = (*shares, *wishes, *same)
-        wished = torch.tensor(list(wishes.values()), dtype=torch.float64).to(accelerator.device, non_blocking=True)
-        stacked = torch.cat([torch.stack([value.double() for value in shares.values()]), wished])
+        self.wishes = {name: float(wish) for name, wish in wishes.items()}
+        stacked = torch.stack([value.double() for value in shares.values()])
         if accelerator.num_processes > 1:
-            stacked = accelerator.reduce(stacked, "sum")
+            wished = sent(torch.tensor(list(self.wishes.values()), dtype=torch.float64), stacked.device)
+            stacked, summed = accelerator.reduce(torch.cat([stacked, wished]), "sum").tensor_split([len(shares)])
+            same = {**same, **dict(zip(wishes, summed, strict=True))}
+        self.names = (*shares, *same)
         stacked = torch.cat([stacked, torch.stack([_plain(value).double() for value in same.values()])])
         self.any_bad = (~stacked.isfinite().all()).float()  # 1 or 0, on the device
         self.values = stacked.to("cpu", non_blocking=True)
@@ -252,7 +254,7 @@ class _Numbers:
     def read(self) -> dict[str, float]:
         if self.ready is not None:
             self.ready.synchronize()
-        return dict(zip(self.names, self.values.tolist(), strict=True))
+        return {**self.wishes, **dict(zip(self.names, self.values.tolist(), strict=True))}
 
 
 def _plain(tensor: Tensor) -> Tensor:
