@@ -2,6 +2,8 @@
 
 import json
 import os
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ import torch
 
 from tests.training.small import contents
 from unmask.tasks import make_task
-from unmask.tasks.shards import Place, ShardError, TokenCache, Visits, read_texts
+from unmask.tasks import shards as shards_module
+from unmask.tasks.shards import Place, ShardError, TokenCache, Visits, hash_shards, read_hashes, read_texts
 from unmask.tasks.task import check_task
 from unmask.training.recipe import load_recipe
 from unmask.training.run import train
@@ -82,7 +85,7 @@ def test_the_cache_is_made_once_and_never_stale(shards, tmp_path):
     check_task(text(tmp_path))
     assert contents(tmp_path / "cache") == made
     check_task(text(tmp_path, length=8))
-    assert len(contents(tmp_path / "cache")) == 2 * len(made), "other settings, another cache"
+    assert len(list((tmp_path / "cache").glob("*-t*"))) == 4, "other settings, another cache"
     shards[1].write_text(shards[1].read_text().replace("line 19", "LINE 19"))
     os.utime(shards[1], (0, 0))  # as long as before, and no newer
     other = text(tmp_path)
@@ -91,14 +94,82 @@ def test_the_cache_is_made_once_and_never_stale(shards, tmp_path):
     assert after == before.replace("line 19", "LINE 19") != before
 
 
-def test_a_cut_off_cache_is_refused(shards, tmp_path):
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "cache.json"])
+def test_a_cut_off_cache_is_made_again(shards, tmp_path, name):
     check_task(text(tmp_path))
-    path = next((tmp_path / "cache").glob("*-train")) / "tokens.bin"
+    made = contents(tmp_path / "cache")
+    path = next((tmp_path / "cache").glob("*-train")) / name
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(ShardError, match="damaged: remove it"):
-        check_task(text(tmp_path))
     with pytest.raises(ShardError, match="damaged"):
-        TokenCache(tmp_path)
+        TokenCache(path.parent)
+    check_task(text(tmp_path))
+    assert contents(tmp_path / "cache") == made
+
+
+def test_the_same_bytes_with_another_meaning_are_another_cache(shards, tmp_path):
+    """What a line of a.jsonl means is not what it means in a.txt."""
+    first = text(tmp_path, files=str(tmp_path / "a.*"), length=64)
+    check_task(first)
+    shards[0].rename(tmp_path / "a.txt")
+    other = text(tmp_path, files=str(tmp_path / "a.*"), length=64)
+    assert decoded(first, first.examples(torch.tensor([0]), "train")) == [LINES[0]]
+    assert decoded(other, other.examples(torch.tensor([0]), "train")) == [json.dumps({"text": LINES[0], "id": 1})]
+
+
+def test_processes_that_start_together_make_one_cache(shards, tmp_path):
+    """As torchrun starts them: each would else write into the files of the others."""
+    children = []
+    for _ in range(4):
+        child = os.fork()
+        if child == 0:
+            code = 70
+            try:
+                check_task(text(tmp_path))
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    made = contents(tmp_path / "cache")
+    check_task(text(tmp_path, cache=str(tmp_path / "alone")))
+    assert made == contents(tmp_path / "alone")
+
+
+def test_what_was_hashed_is_hashed_again_only_if_it_was_touched(shards, tmp_path, monkeypatch):
+    clock, read, now = [10**9], [], time.time_ns
+    monkeypatch.setattr(shards_module.time, "time_ns", lambda: now() + clock[0])
+    digest = shards_module.hashlib.file_digest
+    monkeypatch.setattr(
+        shards_module.hashlib,
+        "file_digest",
+        lambda file, kind: (read.append(Path(file.name).name), digest(file, kind))[1],
+    )
+
+    def hashed(known):
+        read.clear()
+        return hash_shards(shards, known)
+
+    first, known = hashed({})
+    assert len(read) == 3
+    assert known == {}, "just written: a change within the same tick of the clock would not be seen"
+    clock[0] = 10**10
+    assert hashed(known)[0] == first
+    known = hashed(known)[1]
+    assert hashed(known) == (first, known)
+    assert read == []
+    content = shards[1].read_bytes()
+    shards[1].write_bytes(content.replace(b"line 19", b"LINE 19"))
+    os.utime(shards[1], (0, 0))
+    again, _ = hashed(known)
+    assert read == ["b.jsonl"]
+    assert (again[0], again[2]) == (first[0], first[2])
+    assert again[1] != first[1]
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{", '{"x": 3}'])
+def test_damaged_hashes_are_made_again(shards, tmp_path, damage):
+    (tmp_path / "hashes.json").write_text(damage)
+    assert hash_shards(shards, read_hashes(tmp_path / "hashes.json"))[0] == hash_shards(shards, {})[0]
 
 
 @pytest.mark.parametrize(("rows", "window", "bucket"), [(100, 30, 0), (100, 30, 4), (7, 100, 2), (64, 8, 1), (1, 1, 0)])

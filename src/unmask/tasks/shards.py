@@ -6,14 +6,19 @@ another tokenizer or another setting is another folder, so a stale cache is neve
     tokens.bin     every token, one sequence after another
     offsets.bin    int64 [rows + 1]: where each sequence begins
     cache.json     what it was made of
+
+The hashes of the texts are kept beside the caches, in hashes.json: a terabyte is not read at every start.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,13 +76,49 @@ def _text(raw: bytes, path: Path, line: int, field: str) -> str:
     return found
 
 
-def fingerprint(shards: Sequence[Path], *settings: object) -> str:
-    """A hash of the bytes of the shards and of everything else that the tokens depend on."""
-    digest = hashlib.sha256(json.dumps([FORMAT_VERSION, *settings], default=str, sort_keys=True).encode())
+def fingerprint(hashes: Iterable[str], shards: Sequence[Path], *settings: object) -> str:
+    """A hash of the bytes of the shards, given by their hashes, and of everything else that the tokens depend on."""
+    kinds = [path.suffix == ".jsonl" for path in shards]  # what a line means
+    facts = [FORMAT_VERSION, list(hashes), kinds, *settings]
+    return hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_hashes(path: Path) -> dict[str, str]:
+    """What `hash_shards` found before; nothing where it cannot be read."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def hash_shards(shards: Sequence[Path], known: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """The SHA-256 of every shard, from `known` where the file was not touched since; and all that may be known now.
+
+    Whatever changes a file changes its ctime, which cannot be set.  Changes within a tick of the clock may share one,
+    so a file that has only just been changed is hashed again next time.
+    """
+    hashes, known = [], dict(known)
     for path in shards:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]
+        status, settled = path.stat(), time.time_ns() - 2 * 10**9
+        key = f"{path.absolute()} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+        if key not in known:
+            with path.open("rb") as file:
+                hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
+            if status.st_ctime_ns < settled and path.stat().st_ctime_ns == status.st_ctime_ns:
+                known[key] = hashes[-1]
+        else:
+            hashes.append(str(known[key]))
+    return hashes, known
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """One process at a time: those that were started together would write the same cache into each other's files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 class TokenCache:

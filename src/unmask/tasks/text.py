@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,17 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from unmask.streams import signed
-from unmask.tasks.shards import TokenCache, Visits, fingerprint, read_texts, write_cache
+from unmask.tasks.shards import (
+    ShardError,
+    TokenCache,
+    Visits,
+    alone_in,
+    fingerprint,
+    hash_shards,
+    read_hashes,
+    read_texts,
+    write_cache,
+)
 from unmask.tasks.task import Examples, check_range
 
 
@@ -118,27 +129,57 @@ class Text:
 
     @cached_property
     def _caches(self) -> dict[str, TokenCache]:
-        """Both splits from the cache, which is made where it is not there yet."""
-        rules = "bytes" if self._tokenizer is None else self._tokenizer.to_str()
-        name = fingerprint(self.shards, rules, self.field, self.length, self.test_every)
+        """Both splits from the cache, which is made where it is not there yet, or no longer whole."""
+        from unmask.training.checkpoints import write_text
+
         root = Path(self.cache).expanduser() if self.cache else _default_cache()
-        found = {}
-        for split in ("train", "test"):
-            folder = root / f"{name}-{split}"
-            if not (folder / "cache.json").exists():
-                about = {"files": [path.name for path in self.shards], "split": split}
-                write_cache(folder, self._sequences(split), len(self.vocabulary), about)
-            found[split] = TokenCache(folder)
-            if not len(found[split]):
+        hashes, known = hash_shards(self.shards, read_hashes(root / "hashes.json"))
+        rules = "bytes" if self._tokenizer is None else self._tokenizer.to_str()
+        name = fingerprint(hashes, self.shards, rules, self.field, self.length, self.test_every)
+        folders = {split: root / f"{name}-{split}" for split in ("train", "test")}
+        try:
+            found = {split: TokenCache(folder) for split, folder in folders.items()}
+        except ShardError:
+            with alone_in(root):
+                found = {split: self._made(folder, split) for split, folder in folders.items()}
+                write_text(root / "hashes.json", json.dumps({**read_hashes(root / "hashes.json"), **known}, indent=0))
+        for split, cached in found.items():
+            if not len(cached):
                 raise ValueError(f"task text: {self.files!r} has too few texts, none is left for the {split} split")
         return found
 
+    def _made(self, folder: Path, split: str) -> TokenCache:
+        """Unless another process has made it in the meantime."""
+        try:
+            return TokenCache(folder)
+        except ShardError:
+            about = {"files": [path.name for path in self.shards], "split": split}
+            write_cache(folder, self._sequences(split), len(self.vocabulary), about)
+        return TokenCache(folder)
+
     def _sequences(self, split: str) -> Iterator[Sequence[int]]:
-        for number, (text, _) in zip(count(), read_texts(self.shards, self.field), strict=False):
-            if (number % self.test_every == self.test_every - 1) == (split == "test"):
-                tokens = list(text.encode()) if self._tokenizer is None else self._tokenizer.encode(text).ids
-                for first in range(0, len(tokens), self.length):
-                    yield tokens[first : first + self.length]
+        sizes = [path.stat().st_size for path in self.shards]
+        texts = read_texts(self.shards, self.field)
+        with _progress(f"tokens of the {split} split", sum(sizes)) as reached:
+            for number, (text, place) in enumerate(texts):
+                if number % 1000 == 0:
+                    reached(sum(sizes[: place.shard]) + place.byte)
+                if (number % self.test_every == self.test_every - 1) == (split == "test"):
+                    tokens = list(text.encode()) if self._tokenizer is None else self._tokenizer.encode(text).ids
+                    for first in range(0, len(tokens), self.length):
+                        yield tokens[first : first + self.length]
+
+
+@contextmanager
+def _progress(said: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A line on stderr with the share of so many bytes that is done and the time left, gone at the end."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal, refresh_per_second=4) as bar:
+        line = bar.add_task(said, total=total)
+        yield lambda done: bar.update(line, completed=done)
 
 
 def _default_cache() -> Path:
