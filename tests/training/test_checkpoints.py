@@ -138,6 +138,26 @@ def test_a_checkpoint_of_another_version_is_not_read(folder):
         read_checkpoint(path)
 
 
+def test_one_of_another_version_is_not_taken_for_a_damaged_one(folder, monkeypatch):
+    """Begun with a newer unmask: a run is not begun anew for that, nor are its checkpoints touched."""
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "FORMAT_VERSION", 99)
+        save(folder, 1, 2)
+    before = contents(folder.folder)
+    with pytest.raises(CheckpointError, match="go on with the unmask that wrote it, or begin anew with --force"):
+        folder.newest("order")
+    assert contents(folder.folder) == before
+
+
+def test_what_was_taken_back_is_dropped(folder):
+    """A stage that stops for numbers that are not finite saves the state before them: nothing newer may be found."""
+    save(folder, 8, 9, 10, 11)
+    save(folder, 7)
+    assert names(folder) == ["order-00000007"]
+    save(folder, 8, stage="denoise")
+    assert names(folder) == ["denoise-00000008", "order-00000007"]
+
+
 @pytest.mark.parametrize("where", ["save_file", "_fingerprint", "sync"])
 def test_a_full_disk_leaves_the_last_good_one(folder, monkeypatch, where):
     save(folder, 1)

@@ -34,6 +34,10 @@ class CheckpointError(ValueError):
     """A checkpoint that could not be written or read; the message says what failed and what is still good."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint that is not as it was written."""
+
+
 class Checkpoint(NamedTuple):
     path: Path
     tensors: dict[str, Tensor]
@@ -51,7 +55,10 @@ class CheckpointFolder:
         self.folder, self.keep = folder, keep
 
     def save(self, stage: str, update: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
-        """Write a checkpoint, then drop those that are too old.  If it fails, the earlier ones are as they were."""
+        """Write a checkpoint, then drop those that are too old, and those of updates that were taken back since.
+
+        If it fails, the earlier ones are as they were.
+        """
         final = self.folder / f"{stage}-{update:08d}"
         partial = final.with_name(f"{final.name}.partial")
         try:
@@ -73,8 +80,10 @@ class CheckpointFolder:
                 f"checkpoint {final} could not be written ({reason(error)}); {self._last_good(stage)}; "
                 "mend that and give the same command again"
             ) from None
-        for old in self._of(stage)[: -self.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        kept = self._of(stage)
+        kept = kept[: kept.index(final) + 1][-self.keep :]
+        for other in set(self._of(stage)) - set(kept):
+            shutil.rmtree(other, ignore_errors=True)
         return final
 
     def newest(self, stage: str, report: Callable[[str], None] = warn) -> Checkpoint | None:
@@ -82,7 +91,7 @@ class CheckpointFolder:
         for path in reversed(self._of(stage)):
             try:
                 return read_checkpoint(path)
-            except CheckpointError as error:
+            except DamagedError as error:
                 aside = path.with_name(f"{path.name}.damaged")
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
@@ -105,23 +114,26 @@ class CheckpointFolder:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Raises CheckpointError in one line unless every byte is as it was written."""
+    """Raises DamagedError in one line unless every byte is as it was written."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         for name in (TENSORS, FACTS):
             if manifest[name] != _fingerprint(path / name):
-                raise CheckpointError(f"checkpoint {path} is damaged ({name} is not what was written)")
+                raise DamagedError(f"checkpoint {path} is damaged ({name} is not what was written)")
         facts = json.loads((path / FACTS).read_text())
         version = facts["format_version"]
         tensors = load_file(path / TENSORS) if version == FORMAT_VERSION else {}
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint {path} is damaged ({reason(error)})") from None
+        raise DamagedError(f"checkpoint {path} is damaged ({reason(error)})") from None
     except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, CheckpointError):
+        if isinstance(error, DamagedError):
             raise
-        raise CheckpointError(f"checkpoint {path} is damaged ({MANIFEST} or {FACTS} cannot be read)") from None
+        raise DamagedError(f"checkpoint {path} is damaged ({MANIFEST} or {FACTS} cannot be read)") from None
     if version != FORMAT_VERSION:
-        raise CheckpointError(f"checkpoint {path} has format version {version}, this unmask reads {FORMAT_VERSION}")
+        raise CheckpointError(
+            f"checkpoint {path} has format version {version}, this unmask reads {FORMAT_VERSION}: "
+            "go on with the unmask that wrote it, or begin anew with --force"
+        )
     return Checkpoint(path, tensors, facts)
 
 
