@@ -13,6 +13,7 @@ from unmask.training.loop import run_stage
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import Outcome
 from unmask.training.recipe import Optimisation
+from unmask.training.state import StageState
 
 BUDGET = 5
 TASK = FixedTask(padded([[2, 0, 1]], [[True] * 3]))
@@ -103,6 +104,31 @@ def test_a_collapse_is_reported_loudly(tmp_path, capsys):
     assert "on_collapse = 'restore'" in events[0]["event"]
     assert f"order, update {events[0]['update']}: THE ORDER HAS COLLAPSED" in capsys.readouterr().err
     assert objective.weight < -1.5, "and nothing else happens"
+
+
+def test_a_collapsed_order_is_never_the_best():
+    """One that was collapsed from the first update on has nothing to go back to."""
+    guard = CollapseGuard(BUDGET, 0.5)
+    for _ in range(3 * PATIENCE):
+        guard.watch(good(q_steps=1.0))
+        assert not guard.at_best
+    for _ in range(3 * PATIENCE):
+        guard.watch(good(elbo=-0.9))
+    assert guard.at_best
+
+
+def test_the_average_of_a_collapsed_order_is_given_up():
+    module = nn.Linear(1, 1)
+    state = StageState(module, torch.optim.AdamW(module.parameters()), 0.9, CollapseGuard(BUDGET, 0.5))
+    state.keep_best()
+    best = {name: tensor.clone() for name, tensor in state.best.items()}
+    for _ in range(3):
+        with torch.no_grad():
+            module.weight += 100
+        state.average.update()
+    state.restore_best(0.5)
+    state.average.update()
+    assert all(torch.equal(state.average.values[name], tensor) for name, tensor in best.items())
 
 
 def test_the_best_order_is_restored_at_a_smaller_rate(tmp_path):

@@ -62,7 +62,8 @@ class CollapseGuard:
 
     @property
     def at_best(self) -> bool:
-        return self.seen >= PATIENCE and self.bound == self.best
+        """Never while there is a sign of collapse: that would be restored in vain."""
+        return self.seen >= PATIENCE and self.bound == self.best and not any(self.since.values())
 
     def facts(self) -> dict[str, Any]:
         return {"smooth": self.smooth, "best": self.best, "since": self.since, "seen": self.seen}

@@ -284,7 +284,8 @@ def _judge(state: StageState, wrong: list[str], recorded: dict[str, float]) -> l
         state.restore_best(guard.restored_rate)
         said += f"; the best order is restored, learning rates times {state.rate_scale:g}"
     else:
-        said += "; try a smaller scorer_rate, a larger kl_weight, or on_collapse = 'restore'"
+        said += "; try a smaller scorer_rate, a larger kl_weight"
+        said += ": there is no better order to restore" if guard.restored_rate else ", or on_collapse = 'restore'"
     return [{"event": said}]
 
 

@@ -69,6 +69,8 @@ class StageState:
         """The weights of the best order, without momentum, to go on at a smaller learning rate."""
         copy_into(self.parameters, self.best)
         self.optimizer.state.clear()
+        if self.average is not None:
+            self.average.values = {}  # of the weights that are given up; it begins anew
         self.rate_scale *= rate_scale
         if self.guard is not None:
             self.guard.reset()
