@@ -73,6 +73,7 @@ UsageError: Any = typer.BadParameter.__base__
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; whatever the user can mend is one line on stderr and exit code 2."""
+    forced = "--force" in (sys.argv if arguments is None else arguments)
     sys.path.append("")  # a task of the user's own, named "module:Class", may lie in the current folder
     try:
         code = app(arguments, prog_name="unmask", standalone_mode=False)
@@ -82,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
             _refuse(f"{message.rstrip('.')} (see `{command} --help`)")
         sys.exit(2)
     except (ValueError, OSError) as error:
-        _refuse(str(error))
+        _refuse(str(error), forced)
         sys.exit(2)
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which may not have been imported
@@ -90,11 +91,13 @@ def main(arguments: list[str] | None = None) -> None:
         _refuse("out of GPU memory: try --cpu, or wait until nothing else is on the GPU")
         sys.exit(2)
     if code == 130:  # typer turns Ctrl-C into this
-        _refuse("interrupted; the same command goes on where it stopped")
+        _refuse("interrupted; the same command goes on where it stopped", forced)
     sys.exit(code)
 
 
-def _refuse(message: str) -> None:
+def _refuse(message: str, forced: bool = False) -> None:
+    if forced:  # that would begin anew
+        message = message.replace("the same command", "the same command without --force")
     rank = os.environ.get("RANK", "0")  # of the processes that torchrun started
     typer.echo(f"unmask{'' if rank == '0' else f' (process {rank})'}: {' '.join(message.split())}", err=True)
 
@@ -176,7 +179,7 @@ def train(
     try:
         train_run(wanted, out, force=force, cpu=cpu, allow_change=allow_change)
     except Stopped as stopped:
-        _refuse(str(stopped))
+        _refuse(str(stopped), force)
         raise typer.Exit(75) from None  # EX_TEMPFAIL: try again
     except torch.OutOfMemoryError:
         raise ValueError(_smaller_batches(wanted, out)) from None

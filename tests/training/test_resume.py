@@ -11,9 +11,12 @@ import torch
 
 from tests.training.killed import MOMENTS, run_killed
 from tests.training.small import TINY_RECIPE, contents, json_lines
+from unmask.cli import main
 from unmask.training import checkpoints as checkpoints_module
 from unmask.training import folder as folder_module
 from unmask.training import loop as loop_module
+from unmask.training import metrics as metrics_module
+from unmask.training import run as run_module
 from unmask.training.checkpoints import CheckpointError
 from unmask.training.folder import RunFolderError, is_finished, locked
 from unmask.training.keeper import Stopped
@@ -145,6 +148,28 @@ def test_sigterm_saves_and_exits_with_75(base, tmp_path):
     assert (run / "checkpoints" / "order-00000008").is_dir()
     assert run_killed(command(base, run)) == 0
     assert_same_run(run, base / "alone")
+
+
+@pytest.mark.parametrize("ending", ["SIGTERM", "disk"])
+def test_who_forced_a_run_is_told_to_go_on_without(base, tmp_path, monkeypatch, capsys, ending):
+    """The very same command would begin anew."""
+
+    def stop():
+        if ending == "disk":
+            raise OSError(28, "No space left on device")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    call_at_here(monkeypatch, stop)
+    with pytest.raises(SystemExit) as end:
+        main([*map(str, command(base, tmp_path / "run")), "--force"])
+    assert end.value.code == (75 if ending == "SIGTERM" else 2)
+    assert "the same command without --force" in capsys.readouterr().err
+
+
+def call_at_here(monkeypatch, action):
+    """In this process, as the first checkpoint's tensors are written."""
+    original = checkpoints_module.save_file
+    monkeypatch.setattr(checkpoints_module, "save_file", lambda *arguments: (action(), original(*arguments))[1])
 
 
 def test_sigterm_is_what_it_was_after_a_training(base, tmp_path):
@@ -298,6 +323,17 @@ def test_a_line_that_a_crash_cut_off_is_written_again(base, tmp_path, monkeypatc
         file.write('{"stage": "order", "upd')
     train(recipe(base), run, cpu=True)
     assert_same_run(run, base / "alone")
+
+
+def test_metrics_are_on_the_disk_before_a_stage_is_called_finished(base, tmp_path, monkeypatch):
+    """Else a machine that goes down then would leave a gap."""
+    done = []
+    original, save_stage, finish = metrics_module.sync, run_module.save_stage, run_module.finish
+    monkeypatch.setattr(metrics_module, "sync", lambda path: (done.append(path.name), original(path))[1])
+    monkeypatch.setattr(run_module, "save_stage", lambda *a: (done.append("stage"), save_stage(*a))[1])
+    monkeypatch.setattr(run_module, "finish", lambda *a: (done.append("finish"), finish(*a))[1])
+    train(recipe(base, "saving.every_updates=0"), tmp_path / "run", cpu=True)
+    assert done == [*["metrics.jsonl", "stage"] * 3, "metrics.jsonl", "finish"]
 
 
 # --- recipes ----------------------------------------------------------------------------------------------------------

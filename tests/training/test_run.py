@@ -439,6 +439,25 @@ def test_a_run_of_another_version_is_refused(base, tmp_path):
 # --- a loss that is not finite ----------------------------------------------------------------------------------------
 
 
+def test_the_state_before_is_what_is_resumed(base, tmp_path, monkeypatch):
+    """Though checkpoints were written while updates were skipped."""
+    original, calls = run_module.DenoiseObjective.forward, []
+
+    def forward(self, *arguments):
+        calls.append(0)
+        outcome = original(self, *arguments)
+        return outcome._replace(loss=outcome.loss * float("nan")) if len(calls) >= 3 else outcome
+
+    folder, often = tmp_path / "run", ["denoise.updates=12", "denoise.max_bad=5", "saving.every_updates=1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module.DenoiseObjective, "forward", forward)
+        with pytest.raises(NonFiniteError, match="the state before update 2 is saved"):
+            train(recipe(base, *often), folder, cpu=True)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["denoise-00000002"]
+    one, other = (train(recipe(base, *often), where, cpu=True) for where in (folder, tmp_path / "alone"))
+    assert same(weights(one), weights(other))
+
+
 @pytest.mark.parametrize(("bad_stage", "objective"), [("denoise", "DenoiseObjective"), ("order", "OrderObjective")])
 def test_a_loss_that_is_not_finite_saves_the_state_before(base, tmp_path, monkeypatch, bad_stage, objective):
     """And the run goes on from there to where it would have come without, once the cause is mended."""
@@ -469,7 +488,7 @@ def test_a_loss_that_is_not_finite_saves_the_state_before(base, tmp_path, monkey
 
 
 def test_a_finished_run_is_replaced_only_by_a_finished_one(base, tmp_path, monkeypatch):
-    """--force, then Ctrl-C: the old run is still there, beside the unfinished one; the next finished run removes it."""
+    """--force, then Ctrl-C: the old run is still there, beside the unfinished one, until that is finished."""
     folder = tmp_path / "run"
     shutil.copytree(base / "frozen", folder)
     old = weights(OrderModel.from_pretrained(folder))
@@ -481,12 +500,23 @@ def test_a_finished_run_is_replaced_only_by_a_finished_one(base, tmp_path, monke
         patch.setattr(run_module, "run_stage", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(recipe(base), folder, force=True, cpu=True)
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe(base), folder, force=True, cpu=True)  # replaces the unfinished one
     assert same(weights(OrderModel.from_pretrained(tmp_path / "run.replaced")), old)
-    train(recipe(base), folder, force=True, cpu=True)  # replaces the unfinished one
-    assert same(weights(OrderModel.from_pretrained(tmp_path / "run.replaced")), old)
-    train(recipe(base), folder, force=True, cpu=True)  # replaces a finished one, and cleans up behind itself
+    train(recipe(base), folder, cpu=True)
     assert not (tmp_path / "run.replaced").exists()
     assert OrderModel.from_pretrained(folder).selector is not None
+
+
+def test_a_folder_beside_a_run_that_is_no_run_is_left_alone(base, tmp_path):
+    (tmp_path / "run.replaced").mkdir()
+    (tmp_path / "run.replaced" / "thesis.txt").write_text("all of it")
+    train(recipe(base), tmp_path / "run", cpu=True)
+    assert contents(tmp_path / "run.replaced") == {"thesis.txt": b"all of it"}
+    with pytest.raises(RunFolderError, match="is not a run"):
+        train(recipe(base), tmp_path / "run", force=True, cpu=True)
+    assert contents(tmp_path / "run.replaced") == {"thesis.txt": b"all of it"}
+    load_run(tmp_path / "run")
 
 
 # --- trackers ---------------------------------------------------------------------------------------------------------

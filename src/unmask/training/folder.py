@@ -55,14 +55,13 @@ def is_finished(out: Path) -> bool:
     return (out / "config.json").exists() and not (out / "checkpoints").exists()
 
 
-def prepare(out: Path, force: bool) -> Path | None:
+def prepare(out: Path, force: bool) -> None:
     """The folder `out`, empty or with an unfinished run in it.
 
-    A finished run that `force` replaces is kept beside it until the new one is finished: its new path.
+    A finished run that `force` replaces is kept beside it, as NAME.replaced, until the new one is finished.
     """
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise RunFolderError(f"{out} is a {'link' if out.is_symlink() else 'file'}: give another --out")
-    replaced = None
     if out.is_dir() and {path.name for path in out.iterdir()} - {"lock", "recipe.json.partial"}:
         if not (out / "recipe.json").exists():  # a run's first file; config.json alone is any model of anybody
             if not force:
@@ -76,9 +75,11 @@ def prepare(out: Path, force: bool) -> Path | None:
             with locked(out):
                 pass  # nobody is training into it
             if finished:
-                replaced = out.with_name(f"{out.name}.replaced")
-                shutil.rmtree(replaced, ignore_errors=True)
-                out.rename(replaced)
+                old = _replaced(out)
+                if old.exists() and not (old / "recipe.json").exists():
+                    raise RunFolderError(f"{old}, where {out} would be kept, is not a run: give another --out")
+                shutil.rmtree(old, ignore_errors=True)
+                out.rename(old)
             else:
                 shutil.rmtree(out)
     try:
@@ -87,7 +88,10 @@ def prepare(out: Path, force: bool) -> Path | None:
             raise PermissionError(13, "it is read-only")
     except OSError as error:
         raise RunFolderError(f"{out} cannot be written to ({reason(error)}): give another --out") from None
-    return replaced
+
+
+def _replaced(out: Path) -> Path:
+    return out.with_name(f"{out.name}.replaced")
 
 
 # What may differ between the recipe of a run and the one that continues it: nothing here changes what is learned.
@@ -157,6 +161,8 @@ def _sweep(out: Path) -> None:
     """What a finished run has no more use for; after a crash in the middle of this, the next call does it."""
     for folder in (out / "checkpoints.done", out / "order"):
         shutil.rmtree(folder, ignore_errors=True)
+    if (_replaced(out) / "recipe.json").exists():
+        shutil.rmtree(_replaced(out), ignore_errors=True)
     (out / "lock").unlink(missing_ok=True)
 
 

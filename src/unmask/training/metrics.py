@@ -44,7 +44,7 @@ class Metrics:
             ) from None
 
     def sync(self) -> None:
-        """Before a checkpoint: no line of the updates that it counts may be lost after it."""
+        """Before a checkpoint or a finished stage: no line of the updates that it counts may be lost after it."""
         if self.path.exists():
             sync(self.path)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -64,21 +63,17 @@ def train(
     with ExitStack() as stack:
         accelerator = stack.enter_context(_accelerator(recipe, out, cpu))
         model = _new_model(recipe, task)
-        replaced = None
         if accelerator.is_main_process:
-            replaced = prepare(out, force)
+            prepare(out, force)
             stack.enter_context(locked(out))
             settle_recipe(recipe, out, allow_change)
         accelerator.wait_for_everyone()
         stop = stack.enter_context(stop_signal())
         stack.enter_context(_trackers(recipe, accelerator))
         try:
-            model = _Training(recipe, task, out, accelerator, stop).run(model)
+            return _Training(recipe, task, out, accelerator, stop).run(model)
         except Stopped as stopped:
             raise Stopped(f"{stopped}; the same command goes on from there") from None
-        if replaced is not None:
-            shutil.rmtree(replaced)
-        return model
 
 
 class _Training:
@@ -110,6 +105,7 @@ class _Training:
                 self._baseline(before, out / "baseline")
         model.requires_grad_(True).eval()
         if self.accelerator.is_main_process:
+            self.metrics.sync()
             finish(model, out)
         self.accelerator.wait_for_everyone()
         return model
@@ -214,6 +210,7 @@ class _Training:
 
     def _save(self, model: OrderModel, folder: Path) -> None:
         if self.accelerator.is_main_process:
+            self.metrics.sync()
             save_stage(model, folder)
         self.accelerator.wait_for_everyone()
 
