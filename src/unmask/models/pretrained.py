@@ -105,7 +105,9 @@ def _read(source: Source, cls: str, **options: Any) -> Any:
     if source.gguf:
         options["gguf_file"] = source.gguf
     try:
-        return getattr(transformers, cls).from_pretrained(str(source.folder), local_files_only=True, **options)
+        return getattr(transformers, cls).from_pretrained(
+            str(source.folder), local_files_only=True, trust_remote_code=False, **options
+        )
     except Exception as error:  # whatever a file that is missing, damaged or of another kind makes transformers raise
         raise ValueError(f"transformers cannot read {source.name}: {_first_line(error)}") from None
 
