@@ -1,7 +1,7 @@
 """Everything that may happen to a run, done to one: does it come to the same end, and how much was done twice?
 
     python benchmarks/resilience.py              # the faults, a few minutes on two slow cores
-    python benchmarks/resilience.py --cost       # what checkpoints cost a model of 34M parameters
+    python benchmarks/resilience.py --cost       # what checkpoints cost the recipe gsm8k-30m
 
 A fault is recovered if the run, continued with the same command, ends with the weights and metrics of a run that was
 left alone, bit for bit.  Updates lost are those that were done a second time; a checkpoint is written every 5 updates.
@@ -259,39 +259,41 @@ def new_place(place: Path) -> Path:
     return place
 
 
-def cost(folder: Path, size: str, device: str) -> bool:
-    """Seconds that a checkpoint of all three networks takes, and its share of a minute."""
-    from dataclasses import replace
-
-    from unmask.models.backbone import SIZES
-    from unmask.models.networks import SelectorConfig
+def cost(folder: Path) -> bool:
+    """Seconds that a checkpoint of the recipe gsm8k-30m takes, with moments and averages, and its share of a minute."""
+    from unmask.models.backbone import BackboneConfig
     from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
+    from unmask.training.recipe import load_recipe
     from unmask.training.state import StageState
 
-    shape = replace(SIZES[size], max_length=256)
-    selector = SelectorConfig(width=shape.width // 4, layers=1, heads=4, budgets=(5,))
-    scorer = replace(shape, layers=2, intermediate=2 * shape.width)
-    config = OrderModelConfig(4096, shape, selector=selector, scorer=scorer)
-    model = OrderModel(config, word_level_tokenizer([str(i) for i in range(4096)])).to(device)
+    recipe = load_recipe("gsm8k-30m")
+    assert recipe.denoise is not None
+    device, words = "cuda" if torch.cuda.is_available() else "cpu", recipe.task["vocab_size"]
+    given = recipe.model
+    shape = BackboneConfig(given.width, given.layers, given.heads, given.intermediate, max_length=256)
+    config = OrderModelConfig(words, shape)
+    model = OrderModel(config, word_level_tokenizer([str(i) for i in range(words)])).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    state = StageState(model, optimizer, recipe.denoise.ema)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    state = StageState(model, optimizer, 0.0)
+    assert state.average is not None
+    state.average.update()
     seconds = []
     with tempfile.TemporaryDirectory(dir=folder) as place:
         store = CheckpointFolder(Path(place) / "checkpoints")
-        for update in range(5):
+        for update in range(9):
             started = time.perf_counter()
-            store.save("order", update, state.tensors(), state.facts())
+            store.save("denoise", update, state.tensors(), state.facts())
             seconds.append(time.perf_counter() - started)
-        size_mb = sum(path.stat().st_size for path in (store.folder / "order-00000004").iterdir()) / 1e6
+        size_mb = sum(path.stat().st_size for path in (store.folder / "denoise-00000008").iterdir()) / 1e6
     parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     middle = sorted(seconds)[len(seconds) // 2]
     share = middle / (60 + middle)
     print(
-        f"{parameters:.0f}M parameters in training, {size_mb:.0f} MB a checkpoint: {middle:.2f} s (median of 5, most "
-        f"{max(seconds):.2f}); one a minute costs {100 * share:.2f}% of the time (bar 3%)"
+        f"gsm8k-30m on {device}: {parameters:.1f}M parameters, {size_mb:.0f} MB a checkpoint: {middle:.2f} s (median "
+        f"of {len(seconds)}, most {max(seconds):.2f}); one a minute costs {100 * share:.2f}% of the time (bar 3%)"
     )
     return share < 0.03
 
@@ -300,12 +302,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=5, help="how often each fault is tried")
     parser.add_argument("--cost", action="store_true", help="measure what checkpoints cost instead")
-    parser.add_argument("--size", default="34m")
     parser.add_argument("--folder", type=Path, default=Path("."), help="where --cost writes its checkpoints")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if not (cost(options.folder, options.size, device) if options.cost else try_faults(options.times)):
+    if not (cost(options.folder) if options.cost else try_faults(options.times)):
         raise SystemExit(1)
 
 

@@ -166,6 +166,12 @@ def test_what_was_hashed_is_hashed_again_only_if_it_was_touched(shards, tmp_path
     assert again[1] != first[1]
 
 
+def test_a_cache_that_cannot_be_made(shards, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(ShardError, match=r"no cache can be made in .*cache \(.*\): set cache to a folder"):
+        check_task(text(tmp_path))
+
+
 @pytest.mark.parametrize("damage", ["", "[]", "{", '{"x": 3}'])
 def test_damaged_hashes_are_made_again(shards, tmp_path, damage):
     (tmp_path / "hashes.json").write_text(damage)

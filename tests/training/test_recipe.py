@@ -1,6 +1,7 @@
 """Recipes: everything wrong is found before anything is built, and said in one line."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -133,9 +134,33 @@ def test_a_rule_with_wrong_parameters(tiny, rule, expected):
 # --- what a good recipe becomes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("task.grups=3", "task groups has no option 'grups'; did you mean 'groups'"),
+        ("task.name=gruops", "unknown task 'gruops'; did you mean 'groups'"),
+        ("task.groups=0", "groups"),
+        ("task.groups=two", "option groups must be of type int, not str"),
+    ],
+)
+def test_the_task_is_checked_with_the_rest(tiny, override, expected):
+    """Before anything is built: `recipe show` and `reproduce --dry-run` tell too."""
+    with pytest.raises(RecipeError, match=expected) as caught:
+        load_recipe(tiny, [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_without_the_defaults_of_its_task_is_the_same_recipe(tiny):
+    """So the runs of earlier versions go on."""
+    recipe = load_recipe(tiny)
+    values = json.loads(recipe.to_json())
+    assert values["task"].pop("seed") == 0
+    assert Recipe.from_json(json.dumps(values)) == recipe
+
+
 def test_values_arrive(tiny):
     recipe = load_recipe(tiny)
-    assert recipe.task == {"name": "groups", "groups": 2, "group_size": 2, "symbols": 3}
+    assert recipe.task == {"name": "groups", "groups": 2, "group_size": 2, "symbols": 3, "seed": 0}, "defaults too"
     assert (recipe.model.width, recipe.model.selector.width, recipe.model.scorer.layers) == (16, 8, 1)
     assert (recipe.denoise.updates, recipe.denoise.batch, recipe.order.budget) == (3, 8, 2)
     assert recipe.evaluate.budgets == (2, 4)

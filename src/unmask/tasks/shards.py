@@ -115,8 +115,12 @@ def hash_shards(shards: Sequence[Path], known: dict[str, str]) -> tuple[list[str
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """One process at a time: those that were started together would write the same cache into each other's files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("a") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("a")
+    except OSError as error:
+        raise ShardError(f"no cache can be made in {folder} ({error.strerror}): set cache to a folder") from None
+    with lock as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

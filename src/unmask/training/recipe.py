@@ -1,7 +1,7 @@
 """Recipes: small complete TOML files, validated whole before anything is built.
 
 seed, init        top-level values
-[task]            name, and the options of that task
+[task]            name, and the options of that task; those left out are written out with their defaults
 [model]           the denoiser: `size`, or width, layers, heads, intermediate; [model.selector], [model.scorer]
 [denoise]         the plain masked-diffusion objective
 [order]           the paper's objective
@@ -80,6 +80,12 @@ class ModelRecipe:
         given += [name for name in ("qk_norm", "tied_head", "absolute_positions") if getattr(self, name)]
         if self.causal and given:
             raise ValueError(f"causal = {self.causal!r} already says {', '.join(given)}: give one or the other")
+        if self.size:
+            from unmask.models.backbone import SIZES  # here, because it imports torch and `--help` must not
+
+            if self.size not in SIZES:
+                nearest = did_you_mean(self.size, SIZES)
+                raise RecipeError(f"model.size = {self.size!r} is unknown; {nearest}choose from {', '.join(SIZES)}")
         if self.shift and not self.causal:
             raise ValueError("shift = true is for a causal language model: give causal, or leave shift out")
 
@@ -224,6 +230,7 @@ class Recipe:
             raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
         if "name" not in self.task:
             raise ValueError("[task] needs a name")
+        object.__setattr__(self, "task", _resolved_task(**self.task))
         if not self.denoise and not self.order:
             raise ValueError("nothing to train: give [denoise], [order] or both")
         if not self.denoise and not self.init:
@@ -247,6 +254,17 @@ class Recipe:
     @classmethod
     def from_json(cls, text: str) -> Recipe:
         return build(cls, json.loads(text), "recipe")
+
+
+def _resolved_task(name: str, **options: Any) -> dict[str, Any]:
+    """Every option of a task with its value, after the task itself has checked them."""
+    from unmask.tasks import make_task
+
+    try:
+        task: Any = make_task(str(name), **options)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    return {"name": str(name), **{field.name: getattr(task, field.name) for field in dataclasses.fields(task)}}
 
 
 def recipe_folder() -> Path:

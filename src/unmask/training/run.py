@@ -33,7 +33,6 @@ from unmask.models.order_model import (
 from unmask.models.pretrained import load_causal, load_tokenizer
 from unmask.models.smdm import load_smdm
 from unmask.models.vocabulary import vocabulary_of
-from unmask.suggest import did_you_mean
 from unmask.tasks import make_task
 from unmask.tasks.task import Task, check_task
 from unmask.training.checkpoints import Checkpoint, CheckpointFolder, read_checkpoint
@@ -428,9 +427,6 @@ def _copy_denoiser(model: OrderModel) -> OrderModel:
 
 
 def _shape(model: ModelRecipe, task: Task) -> BackboneConfig:
-    if model.size and model.size not in SIZES:
-        nearest = did_you_mean(model.size, SIZES)
-        raise RecipeError(f"model.size = {model.size!r} is unknown; {nearest}choose from {', '.join(SIZES)}")
     try:
         shape = SIZES.get(model.size) or BackboneConfig(model.width, model.layers, model.heads, model.intermediate)
         return dataclasses.replace(
