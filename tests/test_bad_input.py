@@ -3,11 +3,14 @@
 2,000 mutated recipes, policy strings, data lines and checkpoint folders, the same ones in every run.
 """
 
+import functools
 import json
 import shutil
 import tomllib
 
 import pytest
+import typer
+import typer.main
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -34,6 +37,15 @@ def thrown(examples):
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_command():
+    """typer reads the signatures of all commands anew for each call, which would be most of the time of these tests."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+    yield
+    patch.undo()
 
 
 @pytest.fixture(scope="module")
