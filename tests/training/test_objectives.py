@@ -3,6 +3,7 @@
 The checks are then run on planted mistakes, and must reject every one of them.
 """
 
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -629,3 +630,37 @@ def test_the_weighted_loss_is_linear_in_the_weight_and_the_bound_is_reported_unw
     assert torch.allclose(four - two, 2 * (two - one), atol=1e-12)
     assert (two - one).abs().max() > 1e-3
     assert metrics[0] == metrics[1] == metrics[2]
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["denoise", "order"])
+def test_the_compiled_pieces_compute_the_same(monkeypatch, kind):
+    """Loss, metrics and gradient; and a KL weight that changes at every update is no reason to compile anew.
+
+    Captured and differentiated as on a GPU, but without the minute that making the kernels would take.
+    """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    found, graphs = [], []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        if kind == "order":
+            objective = order_objective(initial_kl_weight=3.0, compile=compiled)
+        else:
+            objective = DenoiseObjective(small_model().denoiser, seed=0, compile=compiled)
+        for update in range(3):
+            if kind == "order":
+                objective.begin_update(update / 10)
+            objective.zero_grad()
+            outcome = objective(batch(), IDS + update, (TIMES + 0.5) / BUDGET)
+            outcome.loss.backward()
+            gradient = torch.cat([p.grad.flatten() for p in objective.parameters() if p.grad is not None])
+            found.append(torch.cat([torch.stack([outcome.loss, *outcome.metrics.values()]).detach(), gradient]))
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    for eager, compiled in zip(found[:3], found[3:], strict=True):
+        assert torch.allclose(eager, compiled, rtol=1e-9, atol=1e-10)
+    assert graphs[:3] == [0, 0, 0]
+    assert graphs[3] > 0
+    assert graphs[5] == graphs[4], "nothing is compiled again"

@@ -77,7 +77,7 @@ def run_stage(
         {"params": list(module.parameters()), "lr": rates[key][1], "name": key} for key, module in networks.items()
     ]
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=stage.weight_decay, fused=True)
-    # Accelerate's wrapping of the optimiser is for float16 and for accumulation, which `_backward` does: it is left out.
+    # Accelerate's wrapping of the optimiser, for float16 and for accumulation (`_backward` does that), is left out.
     run, _ = accelerator.prepare(objective, adamw)
     state = StageState(objective, adamw, stage.ema, guard)
     if keeper is not None:
