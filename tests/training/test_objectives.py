@@ -632,6 +632,28 @@ def test_the_weighted_loss_is_linear_in_the_weight_and_the_bound_is_reported_unw
     assert metrics[0] == metrics[1] == metrics[2]
 
 
+@pytest.mark.parametrize("prompt", [2, 40])
+def test_the_loss_keeps_logits_of_masked_positions_only(prompt):
+    """Whatever the length of the prompt: what is kept for the backward pass has a row for every mask and no other."""
+    V, response = 23, 6
+    model = small_model(vocab_size=V, longest=prompt + response)
+    tokens = [0] * prompt + [1] * response
+    examples = padded([tokens] * 3, [[False] * prompt + [True] * response] * 3)
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    u = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        DenoiseObjective(model.denoiser, seed=0)(examples, torch.arange(3), u)
+    over_tokens = [tensor for tensor in kept if tensor.shape[-1:] == (V,) and tensor is not model.denoiser.head.weight]
+    assert over_tokens
+    num_masked = int(mask_counts(u, examples.num_response).sum())
+    assert all(tensor.numel() == num_masked * V for tensor in over_tokens)
+
+
 # --- compiled ---------------------------------------------------------------------------------------------------------
 
 
