@@ -3,11 +3,14 @@
 import json
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tests.training.small import contents
 from unmask.tasks import make_task
@@ -210,6 +213,45 @@ def test_buckets_cut_the_padding(tmp_path):
     shares = [text(tmp_path, length=100, bucket=bucket).padding_share(32) for bucket in (0, 32)]
     assert shares[0] > 0.4
     assert shares[1] < 0.1
+
+
+def test_batches_are_buckets_in_every_epoch():
+    """An epoch of 103 ends in the middle of a batch of 4: the next one's buckets begin a place later."""
+    found = Visits(103, 103, 0, lambda rows: rows, 4).at(np.arange(104, 104 + 64))[1]
+    batches = sorted((batch.min(), batch.max()) for batch in found.reshape(16, 4))
+    assert all(one[1] < other[0] for one, other in pairwise(batches)), "sorted, cut, and shuffled"
+
+
+def test_seeds_stages_and_epochs_differ(shards, tmp_path):
+    task = text(tmp_path)
+    rows = len(task._cached("train"))
+    ids = task.order(0, 0, torch.arange(2 * rows))
+    assert sorted(ids.tolist()) == list(range(2 * rows)), "what comes again has another id, so other masks and times"
+    assert (ids % rows != torch.arange(2 * rows) % rows).any()
+    for seed, stage in ((1, 0), (0, 1)):
+        assert not torch.equal(task.order(seed, stage, torch.arange(rows)), ids[:rows])
+
+
+def test_whatever_the_tokens_depend_on_names_the_cache(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "ab ", "other": "ba "}) + "\n" for _ in range(20)))
+    words = Tokenizer(WordLevel({"ab": 0, "ba": 1}, unk_token="ba"))
+    words.save(str(tmp_path / "words.json"))
+    Tokenizer(WordLevel({"ba": 0, "ab": 1}, unk_token="ba")).save(str(tmp_path / "swapped.json"))
+    for number, options in enumerate(
+        [
+            {},
+            {"field": "other"},
+            {"length": 2},
+            {"test_every": 3},
+            {"tokenizer": str(tmp_path / "words.json")},
+            {"tokenizer": str(tmp_path / "swapped.json")},
+        ],
+        start=1,
+    ):
+        check_task(text(tmp_path, **options))
+        assert len(list((tmp_path / "cache").glob("*-train"))) == number, options
+        check_task(text(tmp_path, **options, window=8, bucket=2))
+        assert len(list((tmp_path / "cache").glob("*-train"))) == number, "those say nothing about the tokens"
 
 
 RECIPE = """
