@@ -89,13 +89,17 @@ TOLD_APART = {
 
 def name_of(record: Record, among: Sequence[Record]) -> str:
     """The rule, and whatever else tells the record apart from the others of its table."""
-    told_apart = [
+    return ", ".join([record.policy, *told_apart(record, among)])
+
+
+def told_apart(record: Record, among: Sequence[Record]) -> list[str]:
+    """The settings of a record that others have otherwise."""
+    return [
         f"{what} {value if isinstance(value, str) else f'{value:g}'}"
         for field, what in TOLD_APART.items()
         for value in [getattr(record, field)]
         if value is not None and len({getattr(other, field) for other in among} - {None}) > 1
     ]
-    return ", ".join([record.policy, *told_apart])
 
 
 def row_name(record: Record, among: Sequence[Record]) -> str:
@@ -153,7 +157,7 @@ def table(records: Sequence[Record], title: str, caption: str) -> Table:
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """A sentence for each rule that sometimes selects nothing, or takes back what it wrote; and one of long examples."""
+    """Sentences on examples that are too long, and on rules that select nothing or take back what they wrote."""
     said = [
         f"{overlong} of {examples} examples are too long for the model and count as wrong."
         for overlong, examples in sorted({(record.overlong or 0, record.num_examples) for record in records})
