@@ -18,6 +18,7 @@ from unmask.report import (
     COLOURS,
     HEADINGS,
     LEARNED_COLOURS,
+    Line,
     Section,
     area_rows,
     bound_table,
@@ -31,6 +32,7 @@ from unmask.report import (
     order_picture,
     ordered,
     pictured,
+    plot,
     read_bound,
     read_orders,
     read_records,
@@ -490,6 +492,16 @@ def test_orders_of_several_runs_are_separate_stars():
     assert [star[:2] for star in stars] == [(4.5, 0.25), (9.5, 0.5), (14.5, 0.75)]
     assert len({colour for *_, colour in stars}) == 3
     assert [text.get_text() for text in figure.axes[0].texts] == ["T = 5", "T = 10", "T = 15"]
+
+
+def test_the_seeds_of_one_budget_have_one_label():
+    orders = [
+        dataclasses.replace(LEARNED, trained_budget=T, trained_seed=seed, mean_steps=T - seed / 10, score=seed / 10)
+        for T in (5, 10)
+        for seed in (1, 2, 3)
+    ]
+    texts = plot([Line("learned", orders)]).axes[0].texts
+    assert [(text.get_text(), text.xy) for text in texts] == [("T = 5", (4.9, 0.1)), ("T = 10", (9.9, 0.1))]
 
 
 def test_a_rule_on_the_same_denoiser_is_one_line_and_on_others_several():

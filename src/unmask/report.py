@@ -363,6 +363,7 @@ def plot(lines: Sequence[Line]) -> Figure:
     axes = panels[0, 0]
     colours = colours_of([line.records[0].policy for line in lines if line.records[0].trained_budget is None])
     shades = iter(_repeated(LEARNED_COLOURS, len(lines)))
+    labelled = 0  # lines of learned orders
     for line in sorted(lines, key=lambda line: line.records[0].trained_budget is None):  # learned orders first
         own = sorted(line.records, key=lambda r: r.mean_steps)
         steps, scores = [r.mean_steps for r in own], [r.score for r in own]
@@ -381,15 +382,18 @@ def plot(lines: Sequence[Line]) -> Figure:
             capsize=3,
             zorder=3 if learned else 2,
         )
-        for record in own if learned else []:
+        # The seeds of one budget lie close together: one label for all, below the lowest.
+        lowest = {r.trained_budget: r for r in sorted(own, key=lambda r: -r.score)} if learned else {}
+        for budget, record in sorted(lowest.items(), key=lambda item: item[1].mean_steps):
             axes.annotate(
-                f"T = {record.trained_budget}",
+                f"T = {budget}",
                 (record.mean_steps, record.score),
-                xytext=(7, -11),
+                xytext=(7, -11 - 9 * (labelled % 2)),  # frozen and joint orders do too
                 textcoords="offset points",
                 fontsize=8,
                 color=colour,
             )
+        labelled += learned
     axes.set_xlabel("mean steps a sequence")
     axes.set_ylabel("valid")
     axes.set_ylim(-0.03, 1.03)
