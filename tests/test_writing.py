@@ -155,13 +155,17 @@ def test_examples_are_found_by_what_comes_of_them(run, call, refused, monkeypatc
     assert "in none of 2 examples are top-prob, left-to-right right,wrong" in refused(*words, "--find", "right,wrong")
 
     def verdict(self, tokens, examples):
-        return torch.tensor([str(examples.tokens.tolist()) in seen or bool(seen.append(str(examples.tokens.tolist())))])
+        seen.append(str(examples.tokens.tolist()))
+        return torch.tensor([seen.count(seen[-1]) > 1])
 
     seen: list[str] = []
     monkeypatch.setattr(GSM8K, "valid", verdict)  # the first rule is wrong, the second right
     code, shown, _ = call(*words, "--find", "wrong,right")
     assert code == 0
     assert shown.count("answer:") == 2
+    seen.clear()
+    assert call(*words, "--find", "right,wrong")[0] == 2
+    assert len(seen) == 2, "a rule that is not as asked is the last one tried"
     for wrong in ("right", "right,right,right", "right,maybe"):
         assert "--find takes right or wrong for each --policy" in refused(*words, "--find", wrong)
     assert "has the examples 0 to 1: no --example 7" in refused(*words, "--example", "7")

@@ -422,18 +422,12 @@ def sample(
         _print_legend(console, budget, has_end)
     with _progress("looking", len(candidates)) if wanted else nullcontext() as advance:
         for number in candidates:
-            written = [
-                write(
-                    (model if isinstance(rule, NetworkPolicy) else plain).denoiser,
-                    task,
-                    rule,
-                    budget,
-                    number,
-                    choice,
-                    seed,
-                )
-                for rule in rules
-            ]
+            written = list[Any]()
+            for rule in rules:
+                denoiser = (model if isinstance(rule, NetworkPolicy) else plain).denoiser
+                written.append(write(denoiser, task, rule, budget, number, choice, seed))
+                if wanted and written[-1].valid != wanted[len(written) - 1]:
+                    break  # the other rules cannot make it what is looked for
             if advance is not None:
                 advance(1)
             if wanted and [writing.valid for writing in written] != wanted:

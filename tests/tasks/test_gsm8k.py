@@ -795,6 +795,27 @@ def test_folders_and_the_hub(tmp_path, monkeypatch):
         read_problems("openai/gsm8k", "test")
 
 
+def test_making_the_tokens_is_told(folder, tmp_path, capsys):
+    """A line says that it is done once, and where; a second time there is nothing to say."""
+    for said in (True, False):
+        _ = GSM8K(str(folder), cache=str(tmp_path / "cache"), resample=3, vocab_size=300).vocabulary
+        assert (f"made once and kept in {tmp_path / 'cache'}" in capsys.readouterr().err) == said
+
+
+def test_whoever_watches_sees_every_item_and_changes_nothing():
+    seen = {}
+
+    def watched(items, what):
+        for item in items:
+            seen[what] = seen.get(what, 0) + 1
+            yield item
+
+    problems = many()
+    found = make_splits(problems, "equations", 4, 0, watched)
+    assert found == make_splits(problems, "equations", 4, 0)
+    assert seen == {"tracing numbers": len(problems), "new numbers": found.templates}
+
+
 def test_a_cache_that_cannot_be_made(folder):
     blocked = folder / "a file"
     blocked.write_text("")
