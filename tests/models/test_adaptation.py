@@ -129,6 +129,9 @@ def test_the_mask_token_and_a_new_byte_are_the_mean_embedding():
     assert torch.allclose(table[-1], mean)
     assert torch.allclose(table[cut.token_to_id("ÿ")], mean)
     assert not torch.allclose(table[0], mean)
+    causal.tokenizer.add_special_tokens([f"<|{i}|>" for i in range(5)])  # the model has rows for three more
+    table = adapt_causal(causal).denoiser.backbone.embedding.weight
+    assert [torch.allclose(row, mean) for row in table[-7:]] == [False] * 4 + [True] * 3, "two without a row, the mask"
 
 
 @torch.no_grad()
@@ -206,9 +209,12 @@ def test_the_end_of_text_is_named_by_id_or_by_text(folder):
     assert load_tokenizer(folder).eos == EOS  # eos_token_id = 1 in config.json
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|pad|>"}}))
     assert load_tokenizer(folder / "tokenizer.json").eos == "<|pad|>"
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "gone"}))
-    with pytest.raises(ValueError, match="does not say its eos_token"):
-        load_tokenizer(folder)
+    for eos in ("gone", {}):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        with pytest.raises(ValueError, match="does not say its eos_token"):
+            load_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text("[]")
+    assert load_tokenizer(folder).eos == EOS, "of the next file that says one"
 
 
 def test_what_cannot_be_read_is_one_line(folder, tmp_path, monkeypatch):

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -64,6 +66,20 @@ def test_a_cut_survives_its_file(byte_level, tmp_path):
     again = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert vocabulary_of(again) == vocabulary_of(cut)
     assert [again.encode(text).ids for text in TEXTS + OTHERS] == [cut.encode(text).ids for text in TEXTS + OTHERS]
+
+
+def test_gaps_between_ids_are_closed_by_a_cut_and_refused_without_one(byte_level):
+    """A token's place in the list of tokens is not its id then."""
+    state = json.loads(byte_level.to_str())
+    vocab = state["model"]["vocab"]
+    state["model"]["vocab"] = {token: index + 7 * (index > 100) for token, index in vocab.items()}
+    gaps = Tokenizer.from_str(json.dumps(state))
+    assert max(gaps.get_vocab().values()) == len(vocab) + 6
+    cut = cut_tokenizer(gaps, TEXTS, ["<|end|>"])
+    assert cut.get_vocab() == cut_tokenizer(byte_level, TEXTS, ["<|end|>"]).get_vocab()
+    assert [pieces(cut, text) for text in TEXTS] == [pieces(byte_level, text) for text in TEXTS]
+    with pytest.raises(ValueError, match="with gaps: cut it"):
+        vocabulary_of(gaps)
 
 
 def test_ids_in_the_whole_vocabulary(byte_level):
