@@ -741,6 +741,13 @@ GOOD = '{"question": "What is 2 and 3?", "answer": "<<2+3=5>>5\\n#### 5"}\n'
         ("train.jsonl", GOOD.replace("2+3=5", "2/0=5"), ["line 1", "<<2/0=5>>", "divides by zero"]),
         ("train.jsonl", GOOD.replace("2+3=5", "2+3"), ["line 1", "<<2+3>>", "no '='"]),
         ("train.jsonl", GOOD.replace("2+3=5", "2+3=five"), ["line 1", "<<2+3=five>>", "'f' is no part"]),
+        ("train.jsonl", GOOD.replace("2+3=5", "(" * 9999 + "=5"), ["line 1", "does not evaluate", "nested too deeply"]),
+        (
+            "train.jsonl",
+            GOOD.replace("2+3=5", "-" * 9999 + "2=5"),
+            ["line 1", "does not evaluate", "nested too deeply"],
+        ),
+        ("train.jsonl", GOOD + "[" * 99999, ["line 2", "not JSON"]),
         ("train.jsonl", "", ["train.jsonl is empty"]),
         ("train.txt", "What is 2? #### 2", ["train.txt, line 1", "no '||'"]),
         ("test.jsonl", GOOD, ["neither train.jsonl nor train.txt"]),
