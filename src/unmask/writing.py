@@ -179,11 +179,9 @@ def picture(writings: Sequence[Writing]) -> str:
 
 
 def _style(span: Span, most: int) -> str:
-    if span.step is None:
-        return "fill:#d1d5db"
-    if span.step == PROMPT:
+    if span.step in (None, PROMPT):
         return "fill:#9ca3af"
-    return f"fill:{_colour(span.step, most)}" + (";opacity:.45" if span.is_end else "")
+    return f"fill:{_colour(span.step or 0, most)}" + (";opacity:.45" if span.is_end else "")
 
 
 def _colour(step: int, most: int) -> str:
