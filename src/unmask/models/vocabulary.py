@@ -35,6 +35,8 @@ def cut_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], first: Sequence[st
     model = state["model"]
     if model["type"] != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise ValueError(f"only a plain byte-pair encoding can be cut, and this tokenizer is a {model['type']}")
+    state |= {"post_processor": None, "truncation": None, "padding": None}  # a text's tokens, and nothing around them
+    plain = Tokenizer.from_str(json.dumps(state))
     old = tokenizer.get_vocab()
     if missing := [token for token in first if token not in old]:
         raise ValueError(f"the tokenizer has no token {missing[0]!r}")
@@ -45,7 +47,7 @@ def cut_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], first: Sequence[st
 
     texts, used = list(texts), set[int]()
     for start in range(0, len(texts), 4096):  # a few at a time: an encoding is many times as large as its text
-        for encoding in tokenizer.encode_batch_fast(texts[start : start + 4096], add_special_tokens=False):
+        for encoding in plain.encode_batch_fast(texts[start : start + 4096]):
             used.update(encoding.ids)
     words = {index: token for token, index in old.items()}
     wanted = [*(words[index] for index in used), *first, *bytes_of(model)]
@@ -61,11 +63,10 @@ def cut_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], first: Sequence[st
     ordered = [*first, *sorted(kept - set(first), key=lambda token: (old.get(token, math.inf), token))]
     new = {token: index for index, token in enumerate(ordered)}
     model["vocab"] = {token: index for token, index in new.items() if token in model["vocab"] or token not in old}
-    model["merges"] = [merge for merge in model["merges"] if {*merge, "".join(merge)} <= kept]
+    model["merges"] = [merge for merge in model["merges"] if "".join(merge) in kept]  # and then so are its parts
     for token in state["added_tokens"]:
         token["id"] = new[token["content"]]
     state["added_tokens"].sort(key=lambda token: token["id"])
-    state |= {"post_processor": None, "truncation": None, "padding": None}  # a text's tokens, and nothing around them
     return Tokenizer.from_str(json.dumps(state))
 
 
