@@ -3,11 +3,14 @@
 The checks are then run on planted mistakes, and must reject every one of them.
 """
 
+from functools import partial
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.training.small import padded, single, small_model
 from unmask.streams import stratified
@@ -629,3 +632,65 @@ def test_the_weighted_loss_is_linear_in_the_weight_and_the_bound_is_reported_unw
     assert torch.allclose(four - two, 2 * (two - one), atol=1e-12)
     assert (two - one).abs().max() > 1e-3
     assert metrics[0] == metrics[1] == metrics[2]
+
+
+class Made(TorchDispatchMode):
+    """Keeps the shape of everything that is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        self.shapes += [part.shape for part in tree_leaves(result) if isinstance(part, torch.Tensor)]
+        return result
+
+
+@pytest.mark.parametrize("prompt", [2, 40])
+def test_logits_are_made_of_masked_positions_only(prompt):
+    """Whatever the length of the prompt: forward and backward, what has V columns has a row for every mask."""
+    V, response = 23, 6
+    model = small_model(vocab_size=V, longest=prompt + response)
+    tokens = [0] * prompt + [1] * response
+    examples = padded([tokens] * 3, [[False] * prompt + [True] * response] * 3)
+    u = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    with Made() as made:
+        DenoiseObjective(model.denoiser, seed=0)(examples, torch.arange(3), u).loss.backward()
+    width = model.config.denoiser.width
+    over_tokens = {shape for shape in made.shapes if shape[-1:] == (V,)} - {(width, V)}  # the head's own weights
+    assert over_tokens == {(int(mask_counts(u, examples.num_response).sum()), V)}
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["denoise", "order"])
+def test_the_compiled_pieces_compute_the_same(monkeypatch, kind):
+    """Loss, metrics and gradient; and a KL weight that changes at every update is no reason to compile anew.
+
+    Captured and differentiated as on a GPU, but without the minute that making the kernels would take.
+    """
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    found, graphs = [], []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        if kind == "order":
+            objective = order_objective(initial_kl_weight=3.0, compile=compiled)
+        else:
+            objective = DenoiseObjective(small_model().denoiser, seed=0, compile=compiled)
+        for update in range(3):
+            if kind == "order":
+                objective.begin_update(update / 10)
+            objective.zero_grad()
+            outcome = objective(batch(), IDS + update, (TIMES + 0.5) / BUDGET)
+            outcome.loss.backward()
+            gradient = torch.cat([p.grad.flatten() for p in objective.parameters() if p.grad is not None])
+            found.append(torch.cat([torch.stack([outcome.loss, *outcome.metrics.values()]).detach(), gradient]))
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    for eager, compiled in zip(found[:3], found[3:], strict=True):
+        assert torch.allclose(eager, compiled, rtol=1e-9, atol=1e-10)
+    assert graphs[:3] == [0, 0, 0]
+    assert graphs[3] > 0
+    assert graphs[5] == graphs[4], "nothing is compiled again"

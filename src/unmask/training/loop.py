@@ -77,7 +77,8 @@ def run_stage(
         {"params": list(module.parameters()), "lr": rates[key][1], "name": key} for key, module in networks.items()
     ]
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=stage.weight_decay, fused=True)
-    run, optimizer = accelerator.prepare(objective, adamw)
+    # Accelerate's wrapping of the optimiser, for float16 and for accumulation (`_backward` does that), is left out.
+    run, _ = accelerator.prepare(objective, adamw)
     state = StageState(objective, adamw, stage.ema, guard)
     if keeper is not None:
         keeper.begin(state)
@@ -138,13 +139,13 @@ def run_stage(
                 "due": keeper is not None and keeper.due(update + 1),
             }
             norms = {
-                _norm(key): accelerator.clip_grad_norm_(module.parameters(), stage.clip)
-                for key, module in networks.items()
+                _norm(group["name"]): accelerator.clip_grad_norm_(group["params"], stage.clip)
+                for group in adamw.param_groups
             }
             numbers = _Numbers(recorded, wishes, norms, accelerator)
             adamw.found_inf = numbers.any_bad  # type: ignore[attr-defined]  # the fused step is left out where it is 1
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            adamw.step()
+            adamw.zero_grad(set_to_none=True)
             if state.average is not None:
                 state.average.update()
             if state.baseline is not None:
@@ -238,13 +239,13 @@ class _Numbers:
         self, shares: dict[str, Tensor], wishes: dict[str, bool], same: dict[str, Tensor], accelerator: Accelerator
     ) -> None:
         self.wishes = {name: float(wish) for name, wish in wishes.items()}
-        stacked = torch.stack([value.double() for value in shares.values()])
+        stacked = torch.stack(list(shares.values())).double()
         if accelerator.num_processes > 1:
             wished = sent(torch.tensor(list(self.wishes.values()), dtype=torch.float64), stacked.device)
             stacked, summed = accelerator.reduce(torch.cat([stacked, wished]), "sum").tensor_split([len(shares)])
             same = {**same, **dict(zip(wishes, summed, strict=True))}
         self.names = (*shares, *same)
-        stacked = torch.cat([stacked, torch.stack([_plain(value).double() for value in same.values()])])
+        stacked = torch.cat([stacked, torch.stack([_plain(value) for value in same.values()])])  # in float64
         self.any_bad = (~stacked.isfinite().all()).float()  # 1 or 0, on the device
         self.values = stacked.to("cpu", non_blocking=True)
         self.ready = torch.cuda.Event() if stacked.is_cuda else None

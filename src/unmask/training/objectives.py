@@ -21,7 +21,7 @@ from unmask.models.order_model import OrderModel
 from unmask.streams import Purpose, uniforms
 from unmask.tasks.task import Examples, sent
 from unmask.variational.elbo import BoundTerms, bound_terms
-from unmask.variational.estimators import Baseline, estimate_bound
+from unmask.variational.estimators import Baseline, MovingAverage, estimate_bound
 from unmask.variational.posterior import log_prob, sample_times, sample_trajectories
 
 
@@ -160,33 +160,42 @@ class OrderObjective(nn.Module):
         self.budget, self.trajectories, self.baseline, self.seed = budget, trajectories, baseline, seed
         self.learn_denoiser, self.attach_selector = learn_denoiser, attach_selector
         self.saturated = torch.zeros(())  # of the last batch; `forward` reports it
-        self.parts = _Parts(self.draw, log_likelihood, selector_features, bound_terms)
+        self.parts = _Parts(self.draw, log_likelihood, selector_features, bound_terms, self.conclude)
         if compile:
             still, moving = (partial(torch.compile, dynamic=dynamic) for dynamic in (False, True))
-            draw, likelihood, features, terms = self.parts
-            self.parts = _Parts(still(draw), moving(likelihood), moving(features), still(terms))
+            draw, likelihood, features, terms, conclude = self.parts
+            if not isinstance(baseline, MovingAverage):  # which keeps what it sees on the CPU
+                conclude = still(conclude)
+            self.parts = _Parts(still(draw), moving(likelihood), moving(features), still(terms), conclude)
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
         """examples and ids [B]; u [B] stratified uniforms, which choose the times t."""
         t = sample_times(u, self.budget)
         terms, log_q, masked = self.terms(examples, ids, t)
-        t, num_response = sent(t, masked.device), sent(examples.num_response, masked.device)
-        objective = terms.reconstruction - self.kl_weight * terms.order_kl
+        device = masked.device
+        t, num_response = sent(t, device), sent(examples.num_response, device)
+        kl_weight = sent(torch.tensor(self.kl_weight), device)  # a number would compile a program for every update
+        loss, metrics = self.parts.conclude(terms, log_q, masked, t, num_response, kl_weight)
+        return Outcome(loss, {**metrics, "saturated": self.saturated})
+
+    def conclude(
+        self, terms: BoundTerms, log_q: Tensor, masked: Tensor, t: Tensor, num_response: Tensor, kl_weight: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss in nats a token, and the metrics."""
+        objective = terms.reconstruction - kl_weight * terms.order_kl
         estimate = estimate_bound(objective, log_q, t, self.budget, self.baseline)
         loss = (estimate.loss / num_response).mean()
 
         def per_token(values: Tensor) -> Tensor:
             return (self.budget * values.detach().mean(-1) / num_response).mean()
 
-        metrics = {
+        return loss, {
             "elbo": per_token(terms.elbo),
             "reconstruction": per_token(terms.reconstruction),
             "order_kl": per_token(terms.order_kl),
             # E[steps] = sum_t P(x_{t+1} holds a mask): the same uniform t estimates it
             "q_steps": self.budget * masked.any(-1).float().mean(),
-            "saturated": self.saturated,
         }
-        return Outcome(loss, metrics)
 
     def begin_update(self, progress: float) -> None:
         """Set the KL weight at `progress` in [0, 1) of the stage."""
@@ -265,6 +274,7 @@ class _Parts(NamedTuple):
     likelihood: Callable[[Tensor, Tensor], Tensor]
     features: Callable[[Tensor], Tensor]
     terms: Callable[..., BoundTerms]
+    conclude: Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 
 def saturation(scores: Tensor, response: Tensor) -> Tensor:
