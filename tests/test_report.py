@@ -18,6 +18,7 @@ from unmask.report import (
     COLOURS,
     HEADINGS,
     LEARNED_COLOURS,
+    Line,
     Section,
     area_rows,
     bound_table,
@@ -31,9 +32,11 @@ from unmask.report import (
     order_picture,
     ordered,
     pictured,
+    plot,
     read_bound,
     read_orders,
     read_records,
+    rows_of,
     score_plot,
     shared_plot,
     table,
@@ -208,13 +211,13 @@ def test_the_learned_order_comes_first():
 
 
 def test_columns_of_a_record():
-    shown = dict(zip(HEADINGS, columns(LEARNED, RECORDS), strict=True))
-    assert shown == {
+    assert columns(LEARNED, RECORDS) == {
         "policy": "learned, T = 2",
         "steps": "1.98",
         "range": "1–2",
         "valid": "0.973",
         "95%": "0.961–0.981",
+        "flexible": "–",
         "distinct": "870",
         "true 99%": "850–890",
         "passes": "1,980",
@@ -223,15 +226,28 @@ def test_columns_of_a_record():
 
 
 def test_a_lack_of_diversity_is_marked():
-    shown = dict(zip(HEADINGS, columns(RECORDS[3], RECORDS), strict=True))
+    shown = columns(RECORDS[3], RECORDS)
     assert shown["policy"] == "iid @ 4"
     assert shown["distinct"] == "3 (!)"
 
 
 def test_no_distinct_samples_with_a_prompt():
     prompted = dataclasses.replace(LEARNED, distinct=None, distinct_low=None, distinct_high=None)
-    shown = dict(zip(HEADINGS, columns(prompted, [prompted]), strict=True))
-    assert (shown["distinct"], shown["true 99%"]) == ("–", "–")
+    assert (columns(prompted, [prompted])["distinct"], columns(prompted, [prompted])["true 99%"]) == ("–", "–")
+    mixed, alone = (printed(table(records, "title", "")) for records in ([LEARNED, prompted], [prompted]))
+    assert "true 99%" in mixed
+    assert "distinct" not in alone
+    assert "true 99%" not in alone
+
+
+def test_the_second_way_to_score_and_what_is_too_long():
+    scored = dataclasses.replace(LEARNED, score_flexible=0.9812, overlong=7)
+    text = " ".join(printed(table([scored], "title", "")).split())
+    assert "0.981 " in text
+    assert "flexible: the last number taken for the answer." in text
+    assert f"7 of {LEARNED.num_examples} examples are too long for the model and count as wrong." in text
+    assert "flexible" not in printed(table(RECORDS, "title", ""))
+    assert "too long" not in printed(table([dataclasses.replace(scored, overlong=0)], "title", ""))
 
 
 def test_the_table_fits_in_80_columns():
@@ -253,9 +269,10 @@ def test_the_table_fits_in_80_columns():
     assert max(map(len, lines)) <= 80
     assert "…" not in text
     for record in records:
-        row = next(line for line in lines if line.strip().startswith(columns(record, RECORDS)[0] + " "))
-        for cell in columns(record, RECORDS)[:-1]:
-            assert cell in row
+        cells = columns(record, RECORDS)
+        row = next(line for line in lines if line.strip().startswith(cells["policy"] + " "))
+        for heading in set(cells) - {"flexible", "denoiser"}:
+            assert cells[heading] in row
 
 
 def test_the_table_says_title_and_caption():
@@ -477,6 +494,16 @@ def test_orders_of_several_runs_are_separate_stars():
     assert [text.get_text() for text in figure.axes[0].texts] == ["T = 5", "T = 10", "T = 15"]
 
 
+def test_the_seeds_of_one_budget_have_one_label():
+    orders = [
+        dataclasses.replace(LEARNED, trained_budget=T, trained_seed=seed, mean_steps=T - seed / 10, score=seed / 10)
+        for T in (5, 10)
+        for seed in (1, 2, 3)
+    ]
+    texts = plot([Line("learned", orders)]).axes[0].texts
+    assert [(text.get_text(), text.xy) for text in texts] == [("T = 5", (4.9, 0.1)), ("T = 10", (9.9, 0.1))]
+
+
 def test_a_rule_on_the_same_denoiser_is_one_line_and_on_others_several():
     same, other = heuristic("iid", 4, mean_steps=3.9), heuristic("iid", 4, mean_steps=3.9, denoiser="ba9876543210")
     figure = shared_plot([("a", [heuristic("iid", 2), same]), ("b", [same]), ("c", [other])])
@@ -566,7 +593,9 @@ def test_the_page_holds_both_plots_and_the_table(page):
     parsed = Page(page)
     assert parsed.count["svg"] == 2
     assert parsed.count["figure"] == 2
-    cells = [*HEADINGS, *(cell for record in ordered(RECORDS) for cell in columns(record, RECORDS))]
+    headings, rows = rows_of(ordered(RECORDS))
+    assert headings == [heading for heading in HEADINGS if heading != "flexible"]
+    cells = [*headings, *(cell for row in rows for cell in row)]
     # iid runs from 2 to 4 in this table: (0.012 + 0.13) / 2
     assert parsed.cells == [*cells, *AREA_HEADINGS, "iid", "0.071", "1.98–3.90"]
 
@@ -664,7 +693,7 @@ def test_a_page_replaces_only_a_page(tmp_path):
 def test_what_differs_between_records_is_in_their_names():
     greedy = dataclasses.replace(heuristic("iid", 2), temperature=0.0)
     sampled = heuristic("iid", 2)
-    names = [columns(record, [greedy, sampled])[0] for record in (greedy, sampled)]
+    names = [columns(record, [greedy, sampled])["policy"] for record in (greedy, sampled)]
     assert names == ["iid, temperature 0 @ 2", "iid, temperature 1 @ 2"]
     figure = score_plot([greedy, sampled])
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [

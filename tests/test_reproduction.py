@@ -286,6 +286,18 @@ def test_a_study_that_makes_no_sense(tmp_path, refused, old, new, expected):  # 
     assert expected in refused("reproduce", path, "--out", tmp_path / "runs")
 
 
+def test_orders_that_would_be_taken_for_seeds_of_one_are_refused(study, tmp_path, call, refused):  # noqa: F811
+    """Their records say the model, the budget, whether the denoiser learned along, and the seed."""
+    words = ["reproduce", tmp_path / "study.toml", "--out", tmp_path / "runs", "--dry-run"]
+    for name in ("denoiser", "order"):
+        (tmp_path / f"{name}.toml").write_text((study / f"{name}.toml").read_text())
+    (tmp_path / "study.toml").write_text(STUDY)
+    assert "frozen-seed0 and frozen-seed1 have the same budget and the same seed" in refused(*words, "--set", "seed=3")
+    (tmp_path / "study.toml").write_text(STUDY.replace("order.denoiser_rate=1e-4", "order.tau=0.2"))
+    assert "frozen-seed0 and joint have the same budget and the same seed: set another model.label" in refused(*words)
+    assert call(*words, "--set", "joint:model.label=warm")[0] == 0
+
+
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "recipes" / "studies").glob("*.toml")), ids=str)
 def test_the_studies_that_come_with_unmask(path):
     """Every recipe of theirs can be read, every order has a denoiser to start from, and every rule exists."""

@@ -115,11 +115,40 @@ def test_splits_have_parts_of_their_own(folder):
     text = tables(read_results(folder), "plots")
     numbers, test = text.split("## 30m: test")
     assert "6,000 problems, of which 3 are too long for the model and count as wrong" in numbers
-    assert "1,319 problems." in test
-    assert "entropy" in numbers
-    assert "entropy" not in test, "the gains of the other split"
+    assert "1,319 problems; greedy tokens." in test
     assert "![30m: new-numbers: accuracy against mean steps](plots/small-new-numbers.svg)" in numbers
     assert "joint orders wrote with `ba9876`" in numbers
+    assert "entropy" in numbers
+    assert "entropy" not in test, "the gains of the other split"
+
+
+def test_what_was_evaluated_otherwise_is_not_mixed_in(folder, tmp_path):
+    """A rule on 1,000 problems, or at another temperature, is in a part of its own, beside no gain of the others."""
+    few = record("top-prob", None, num_examples=1000, score=0.99)
+    warm = record("top-prob", None, temperature=1.0, score=0.98)
+    append_jsonl(folder / "small.jsonl", [few, warm])
+    text = tables(read_results(folder), "plots")
+    titles = ["temperature 0, examples 6000", "temperature 0, examples 1000", "temperature 1, examples 6000"]
+    parts = [text.split(f"## 30m: new-numbers, {title}\n")[1].split("\n## ")[0] for title in titles]
+    assert [["99.0" in part, "98.0" in part, "45.0" in part, "entropy" in part] for part in parts] == [
+        [False, False, True, True],
+        [True, False, False, False],
+        [False, True, False, False],
+    ]
+    assert ["greedy tokens." in part for part in parts] == [True, True, False]
+    assert "1,000 problems" in parts[1]
+    assert "tokens at temperature 1." in parts[2]
+    write_page(tmp_path / "page.md", folder)
+    drawn = sorted(path.name for path in (tmp_path / "page").iterdir())
+    assert len(drawn) == 4
+    assert all(f"(page/{name})" in (tmp_path / "page.md").read_text() for name in drawn)
+
+
+def test_a_run_is_no_folder_of_records(folder, refused, tmp_path):  # noqa: F811
+    (folder / "recipe.json").write_text("{}")
+    assert "is a run: give the folder of a study's records" in refused(
+        "report", folder, "--markdown", tmp_path / "page.md"
+    )
 
 
 def test_the_wall_time_of_all_attempts(folder):

@@ -103,14 +103,17 @@ def test_the_picture(task):
     lines = xml.dom.minidom.parseString(drawing).getElementsByTagName("text")
     shown = ["".join(part.firstChild.data for part in line.childNodes) for line in lines]
     assert shown[1:3] == [TEST[0].question, f"answer: {ANSWER}"]
-    assert shown[3] == "left-to-right: 4 steps, valid"
+    assert shown[3] == "left-to-right: 4 steps, right"
     assert shown[4:8] == [f"{i:>2}  {text(frame)}" for i, frame in enumerate(both[0].frames)]
-    assert shown[8] == "top-prob: 4 steps, valid"
+    assert shown[8] == "top-prob: 4 steps, right"
     assert len(shown) == 13
     assert "Ġ" not in drawing
-    long = replace(both[0], frames=[[Span("word ", 0)] * 50], question="words " * 40)
+    long = replace(both[0], frames=[[Span("word ", 0)] * 50], question="words " * 40, wanted="steps " * 40 + "\n#### 4")
     rows = xml.dom.minidom.parseString(picture([long])).getElementsByTagName("text")
     assert max(sum(len(part.firstChild.data) for part in row.childNodes) for row in rows) <= 104
+    answer = ["".join(part.firstChild.data for part in row.childNodes) for row in rows][4:8]
+    assert answer[0].startswith("answer: steps steps")
+    assert answer[-1] == "#### 4"
 
 
 @pytest.fixture(scope="module")
@@ -124,15 +127,22 @@ def run(folder):
     return folder / "run"
 
 
-def test_on_the_command_line(run, tmp_path, call):  # noqa: F811
+def test_on_the_command_line(run, tmp_path, call, monkeypatch):  # noqa: F811
     words = ["sample", run, "--split", "test", "--example", "1", "--policy", "left-to-right", "--policy", "top-prob"]
     code, shown, err = call(*words, "--steps", "3", "--trace", "--svg", tmp_path / "deep" / "a.svg")
     assert code == 0, err
     assert TEST[1].question in " ".join(shown.split())
     assert TEST[0].question not in " ".join(shown.split())
-    assert shown.count("3 steps, not valid") == 2
+    assert shown.count("3 steps, wrong") == 2
     assert "Ġ" not in shown
+    assert "░ end of sequence" in shown
     assert len(re.findall(r"^  [012]   ", shown, flags=re.M)) == 6
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = call(*words, "--steps", "3", "--trace")[1].splitlines()[1:]
+    told = narrow[narrow.index("left-to-right:") :]
+    assert max(map(len, told)) <= 40
+    assert len(told) > 2 * 5, "the response of 40 tokens takes two lines"
+    assert all(line.startswith("  ") or line.endswith(":") for line in told), "lines that go on are indented too"
     assert "left-to-right: </tspan>" in (tmp_path / "deep" / "a.svg").read_text()
 
 
@@ -141,17 +151,21 @@ def test_examples_are_found_by_what_comes_of_them(run, call, refused, monkeypatc
     words = ["sample", run, "--split", "test", "--policy", "top-prob", "--policy", "left-to-right", "--steps", "2"]
     code, shown, _ = call(*words, "--find", "wrong,wrong", "--num", "1")
     assert code == 0
-    assert shown.count("not valid") == 2
+    assert shown.count("2 steps, wrong") == 2
     assert "in none of 2 examples are top-prob, left-to-right right,wrong" in refused(*words, "--find", "right,wrong")
 
     def verdict(self, tokens, examples):
-        return torch.tensor([str(examples.tokens.tolist()) in seen or bool(seen.append(str(examples.tokens.tolist())))])
+        seen.append(str(examples.tokens.tolist()))
+        return torch.tensor([seen.count(seen[-1]) > 1])
 
     seen: list[str] = []
     monkeypatch.setattr(GSM8K, "valid", verdict)  # the first rule is wrong, the second right
     code, shown, _ = call(*words, "--find", "wrong,right")
     assert code == 0
     assert shown.count("answer:") == 2
+    seen.clear()
+    assert call(*words, "--find", "right,wrong")[0] == 2
+    assert len(seen) == 2, "a rule that is not as asked is the last one tried"
     for wrong in ("right", "right,right,right", "right,maybe"):
         assert "--find takes right or wrong for each --policy" in refused(*words, "--find", wrong)
     assert "has the examples 0 to 1: no --example 7" in refused(*words, "--example", "7")

@@ -167,7 +167,7 @@ def train(
 ) -> None:
     """Train what a recipe says: a denoiser, an order for it, or both.
 
-    Checkpoints are written as the recipe's [saving] says: after a crash the same call goes on from the last one.
+    Checkpoints are written as the recipe's \\[saving] says: after a crash the same call goes on from the last one.
     SIGTERM saves and exits with code 75.
     """
     import torch
@@ -420,22 +420,17 @@ def sample(
     many = limit or max(SEARCHED, num)
     candidates = example or range(many if wanted else min(num, many))
     console, found = _console(), list[Any]()
+    has_end = hasattr(task, "text")  # which is shown by a mark then
     if not wanted:
-        _print_legend(console, budget)
+        _print_legend(console, budget, has_end)
     with _progress("looking", len(candidates)) if wanted else nullcontext() as advance:
         for number in candidates:
-            written = [
-                write(
-                    (model if isinstance(rule, NetworkPolicy) else plain).denoiser,
-                    task,
-                    rule,
-                    budget,
-                    number,
-                    choice,
-                    seed,
-                )
-                for rule in rules
-            ]
+            written = list[Any]()
+            for rule in rules:
+                denoiser = (model if isinstance(rule, NetworkPolicy) else plain).denoiser
+                written.append(write(denoiser, task, rule, budget, number, choice, seed))
+                if wanted and written[-1].valid != wanted[len(written) - 1]:
+                    break  # the other rules cannot make it what is looked for
             if advance is not None:
                 advance(1)
             if wanted and [writing.valid for writing in written] != wanted:
@@ -448,7 +443,7 @@ def sample(
     if wanted and not found:
         raise ValueError(f"in none of {len(candidates)} examples are {', '.join(names)} {find}")
     if wanted:
-        _print_legend(console, budget)
+        _print_legend(console, budget, has_end)
         for written in found:
             _print_writing(console, written, trace)
     if svg is not None:
@@ -467,16 +462,24 @@ def _right_or_wrong(find: str, rules: int) -> list[bool]:
     return [word == "right" for word in words]
 
 
-def _print_legend(console: Console, budget: int) -> None:
+def _print_legend(console: Console, budget: int, has_end: bool) -> None:
+    from unmask.writing import END, MASK
+
     shown = "  ".join(f"[{_colour(i)}]{i}[/]" for i in range(budget))
-    console.print(f"step  {shown}   [dim]prompt[/]   · mask")
+    ends = f"   {END} end of sequence" if has_end else ""
+    console.print(f"step  {shown}   [dim]prompt[/]   {MASK} mask{ends}")
 
 
 def _print_writing(console: Console, written: Sequence[Writing], trace: bool) -> None:
     """What the rules wrote for one example; where it has a question, that first."""
     from rich.markup import escape
 
-    from unmask.writing import outcome
+    from unmask.writing import Span, outcome, wrapped
+
+    def print_spans(label: str, spans: Sequence[Span]) -> None:
+        for part, line in enumerate(wrapped(spans, console.width - 6)):
+            shown = f"  {label if part == 0 else '':<2}  {_line(line)}"
+            console.print(shown.rstrip(), soft_wrap=True)
 
     if written[0].question:
         console.print(f"\n[bold]{written[0].example}[/]  {escape(written[0].question)}")
@@ -485,8 +488,8 @@ def _print_writing(console: Console, written: Sequence[Writing], trace: bool) ->
         if len(written) > 1:
             console.print(f"{escape(writing.policy)}:")
         for i, frame in enumerate(writing.frames if trace else []):
-            console.print(f"  {i}   {_line(frame)}")
-        console.print(f"  {'=' if trace else ' '}   {_line(writing.result)}   {outcome(writing)}")
+            print_spans(str(i), frame)
+        print_spans("=" if trace else "", [*writing.result, Span(f"   {outcome(writing)}", None)])
 
 
 def _line(spans: Sequence[Span]) -> str:

@@ -31,11 +31,6 @@ MORE_COLOURS = (
 )
 LINES = {"top-prob": "--"}  # where it coincides with margin, both stay visible
 MARKERS = "osD^vPXhp<>"  # of the runs that share a plot
-LEGEND = (
-    "steps: mean over the sequences, and their range. valid: with its 95% interval. distinct: different valid samples, "
-    "beside the 99% range of that number for as many samples of the true distribution; (!) marks one outside. passes: "
-    "denoiser rows evaluated."
-)
 
 
 def read_records(path: Path) -> list[Record]:
@@ -60,7 +55,21 @@ def read_orders(path: Path) -> list[Order]:
     return [Order(**values) for values in read_jsonl(path, Order)] if path.exists() else []
 
 
-HEADINGS = ["policy", "steps", "range", "valid", "95%", "distinct", "true 99%", "passes", "denoiser"]
+# The columns of a table, with what the legend says of them; those that no record has are left out.
+HEADINGS = {
+    "policy": "",
+    "steps": "mean over the sequences, and their range",
+    "range": "",
+    "valid": "with its 95% interval",
+    "95%": "",
+    "flexible": "the last number taken for the answer",
+    "distinct": "different valid samples, beside the 99% range of that number for as many samples of the true "
+    "distribution; (!) marks one outside",
+    "true 99%": "",
+    "passes": "denoiser rows evaluated",
+    "denoiser": "",
+}
+NOTHING = "–"
 
 
 # What may differ between the records of one table, and what it is called.
@@ -80,13 +89,17 @@ TOLD_APART = {
 
 def name_of(record: Record, among: Sequence[Record]) -> str:
     """The rule, and whatever else tells the record apart from the others of its table."""
-    told_apart = [
+    return ", ".join([record.policy, *told_apart(record, among)])
+
+
+def told_apart(record: Record, among: Sequence[Record]) -> list[str]:
+    """The settings of a record that others have otherwise."""
+    return [
         f"{what} {value if isinstance(value, str) else f'{value:g}'}"
         for field, what in TOLD_APART.items()
         for value in [getattr(record, field)]
         if value is not None and len({getattr(other, field) for other in among} - {None}) > 1
     ]
-    return ", ".join([record.policy, *told_apart])
 
 
 def row_name(record: Record, among: Sequence[Record]) -> str:
@@ -95,23 +108,35 @@ def row_name(record: Record, among: Sequence[Record]) -> str:
     return f"{name} @ {record.budget}" if record.trained_budget is None else f"{name}, T = {record.trained_budget}"
 
 
-def columns(record: Record, among: Sequence[Record]) -> list[str]:
-    """What a table of the records `among` shows of one of them, under HEADINGS."""
-    distinct, true_range = "–", "–"
+def columns(record: Record, among: Sequence[Record]) -> dict[str, str]:
+    """What a table of the records `among` says of one of them, by its HEADINGS."""
+    distinct, true_range = NOTHING, NOTHING
     if record.distinct is not None:
         distinct = f"{record.distinct}" + ("" if record.diverse else " (!)")
         true_range = f"{record.distinct_low}–{record.distinct_high}"
-    return [
-        row_name(record, among),
-        f"{record.mean_steps:.2f}",
-        f"{record.min_steps}–{record.max_steps}",
-        f"{record.score:.3f}",
-        f"{record.ci_low:.3f}–{record.ci_high:.3f}",
-        distinct,
-        true_range,
-        f"{record.num_forwards:,}",
-        record.denoiser[:6],
-    ]
+    return {
+        "policy": row_name(record, among),
+        "steps": f"{record.mean_steps:.2f}",
+        "range": f"{record.min_steps}–{record.max_steps}",
+        "valid": f"{record.score:.3f}",
+        "95%": f"{record.ci_low:.3f}–{record.ci_high:.3f}",
+        "flexible": NOTHING if record.score_flexible is None else f"{record.score_flexible:.3f}",
+        "distinct": distinct,
+        "true 99%": true_range,
+        "passes": f"{record.num_forwards:,}",
+        "denoiser": record.denoiser[:6],
+    }
+
+
+def rows_of(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """The headings and the rows of a table, without the columns that have nothing in any row."""
+    rows = [columns(record, records) for record in records]
+    headings = [heading for heading in HEADINGS if any(row[heading] != NOTHING for row in rows)]
+    return headings, [[row[heading] for heading in headings] for row in rows]
+
+
+def legend(headings: Sequence[str]) -> str:
+    return " ".join(f"{heading}: {HEADINGS[heading]}." for heading in headings if HEADINGS[heading])
 
 
 def ordered(records: Sequence[Record]) -> list[Record]:
@@ -121,17 +146,23 @@ def ordered(records: Sequence[Record]) -> list[Record]:
 
 def table(records: Sequence[Record], title: str, caption: str) -> Table:
     """For the terminal, 80 columns wide: all but the denoiser's hash, of which the caption tells."""
-    shown = _table(title, " ".join([caption, *notes(records), LEGEND]))
-    _add_columns(shown, HEADINGS[:-1])
-    for record in ordered(records):
+    records = ordered(records)
+    headings, rows = rows_of(records)
+    shown = _table(title, " ".join([caption, *notes(records), legend(headings)]))
+    _add_columns(shown, headings[:-1])
+    for record, row in zip(records, rows, strict=True):
         style = f"bold {LEARNED_COLOUR}" if record.trained_budget is not None else ""
-        shown.add_row(*columns(record, records)[:-1], style=style)
+        shown.add_row(*row[:-1], style=style)
     return shown
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """A sentence for each rule that sometimes selects nothing, or takes back what it wrote."""
-    said = []
+    """Sentences on examples that are too long, and on rules that select nothing or take back what they wrote."""
+    said = [
+        f"{overlong} of {examples} examples are too long for the model and count as wrong."
+        for overlong, examples in sorted({(record.overlong or 0, record.num_examples) for record in records})
+        if overlong
+    ]
     for record in ordered(records):
         can_be_empty = record.selector == "bernoulli" and not record.policy.startswith("lo-arm")
         if record.nothing_selected or (can_be_empty and record.nothing_selected is not None):
@@ -332,6 +363,7 @@ def plot(lines: Sequence[Line]) -> Figure:
     axes = panels[0, 0]
     colours = colours_of([line.records[0].policy for line in lines if line.records[0].trained_budget is None])
     shades = iter(_repeated(LEARNED_COLOURS, len(lines)))
+    labelled = 0  # lines of learned orders
     for line in sorted(lines, key=lambda line: line.records[0].trained_budget is None):  # learned orders first
         own = sorted(line.records, key=lambda r: r.mean_steps)
         steps, scores = [r.mean_steps for r in own], [r.score for r in own]
@@ -350,15 +382,18 @@ def plot(lines: Sequence[Line]) -> Figure:
             capsize=3,
             zorder=3 if learned else 2,
         )
-        for record in own if learned else []:
+        # The seeds of one budget lie close together: one label for all, below the lowest.
+        lowest = {r.trained_budget: r for r in sorted(own, key=lambda r: -r.score)} if learned else {}
+        for budget, record in sorted(lowest.items(), key=lambda item: item[1].mean_steps):
             axes.annotate(
-                f"T = {record.trained_budget}",
+                f"T = {budget}",
                 (record.mean_steps, record.score),
-                xytext=(7, -11),
+                xytext=(7, -11 - 9 * (labelled % 2)),  # frozen and joint orders do too
                 textcoords="offset points",
                 fontsize=8,
                 color=colour,
             )
+        labelled += learned
     axes.set_xlabel("mean steps a sequence")
     axes.set_ylabel("valid")
     axes.set_ylim(-0.03, 1.03)
@@ -464,8 +499,9 @@ def _section(section: Section) -> str:
             "side by side.",
         )
     marked = [record.trained_budget is not None for record in records]
-    tables = _html_table(HEADINGS, [columns(record, records) for record in records], marked)
-    tables += _legend(" ".join([*notes(records), LEGEND]))
+    headings, rows = rows_of(records)
+    tables = _html_table(headings, rows, marked)
+    tables += _legend(" ".join([*notes(records), legend(headings)]))
     for comparisons in by_learned(section.comparisons):
         tables += f"<h3>{html.escape(comparison_title(comparisons[0], records))}</h3>"
         rows = [comparison_columns(comparison) for comparison in comparisons]

@@ -165,6 +165,23 @@ class Reproduction:
         known = {"", *self.training, *(training.name for training in study.train)}
         if unknown := [whose for whose, _ in given if whose not in known]:
             raise ValueError(f"--set: no run {unknown[0]!r}; {_instead(unknown[0], known)}")
+        self._check_orders()
+
+    def _check_orders(self) -> None:
+        """Refuse orders whose records nothing would tell apart: they would be taken for seeds of one order."""
+        found: dict[tuple[object, ...], str] = {}
+        for run in self.recipes:
+            recipe = self._recipe(run)
+            if recipe.order is None:
+                continue
+            model = recipe.model.label or (recipe.init, recipe.model.causal, recipe.model.size)
+            key = (model, recipe.order.budget, self._is_joint(run), recipe.seed)
+            if key in found:
+                raise ValueError(
+                    f"{found[key]} and {run} have the same budget and the same seed: set another model.label in one of "
+                    "them, or their records could not be told apart"
+                )
+            found[key] = run
 
     # --- what there is to do ------------------------------------------------------------------------------------------
 

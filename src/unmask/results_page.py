@@ -10,17 +10,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from unmask.comparison import PLAIN_RULES, Gain
+from unmask.comparison import PLAIN_RULES, SAME, Gain
 from unmask.evaluation import Record
 from unmask.jsonl import ResultsError, read_jsonl
-from unmask.report import Line, plot, read_records, svg
+from unmask.report import Line, plot, read_records, svg, told_apart
 from unmask.reproduction import Done, read_done
 
 BEGIN = "<!-- made by `unmask report`: changes between these marks are lost -->"
 END = "<!-- end of what `unmask report` made -->"
 RULES = {"iid": "IID", "top-prob": "top probability"}  # how the page calls them; the others by their own names
 LEGEND = (
-    "Accuracy in percent, greedy tokens. An order is compared with a rule at the same mean number of steps, the rule's "
+    "Accuracy in percent. An order is compared with a rule at the same mean number of steps, the rule's "
     "score interpolated linearly between its own nearest numbers of steps. *Best of three*: the best of IID, top "
     "probability and margin there, chosen after the fact, which favours it. The interval of a gain is a 95% bootstrap "
     "over problems and, where there are several, orders; that of an accuracy is Wilson's. *Flexible* takes the last "
@@ -42,6 +42,10 @@ class Results(NamedTuple):
 def read_results(folder: Path) -> list[Results]:
     if not folder.is_dir():
         raise ResultsError(f"{folder}: no such folder; give the folder of a study's records, OUT/results")
+    if (folder / "recipe.json").exists():
+        raise ResultsError(
+            f"{folder} is a run: give the folder of a study's records, OUT/results, or leave --markdown out"
+        )
     found = []
     for path in sorted(folder.glob("*.jsonl")):
         gains = folder / path.stem / "gains.jsonl"
@@ -70,9 +74,8 @@ def write_page(page: Path, folder: Path) -> None:
     plots = page.with_suffix("")
     plots.mkdir(parents=True, exist_ok=True)
     for results in studies:
-        for split in _splits(results.records):
-            chosen = [record for record in results.records if record.split == split]
-            (plots / _plot_name(results, split)).write_text(svg(plot(lines(chosen))) + "\n")
+        for part in _parts(results):
+            (plots / part.plot).write_text(svg(plot(lines(part.records))) + "\n")
     page.write_text(f"{before}{BEGIN}\n\n{tables(studies, plots.name)}\n{after}")
 
 
@@ -80,20 +83,47 @@ def tables(studies: Sequence[Results], plots: str) -> str:
     """All that stands between the marks; `plots` is the folder that the pictures are in."""
     parts = [LEGEND]
     for results in studies:
-        for split in _splits(results.records):
-            chosen = [record for record in results.records if record.split == split]
-            count = max(record.num_examples for record in chosen)
-            title = f"{', '.join(sorted({record.model for record in chosen}))}: {split}"
-            overlong = max((record.overlong or 0) for record in chosen)
+        for title, picture, records in _parts(results):
+            first = records[0]
+            overlong = max((record.overlong or 0) for record in records)
             note = f", of which {overlong} are too long for the model and count as wrong" if overlong else ""
-            gains = [gain for gain in results.gains if gain.split == split]
-            parts += [f"## {title}", f"{count:,} problems{note}. Denoisers: {_denoisers(chosen)}."]
-            parts.append(f"![{title}: accuracy against mean steps]({plots}/{_plot_name(results, split)})")
-            parts += [_table(*rows) for rows in (_orders(chosen, gains), _rivals(gains)) if rows[1]]
-            parts += [_table(*rows) for rows in _heuristics(chosen)]
+            tokens = "greedy tokens" if first.temperature == 0 else f"tokens at temperature {first.temperature:g}"
+            gains = [
+                gain for gain in results.gains if all(getattr(gain, name) == getattr(first, name) for name in _SAID)
+            ]
+            said = f"{first.num_examples:,} problems{note}; {tokens}. Denoisers: {_denoisers(records)}."
+            parts += [f"## {title}", said, f"![{title}: accuracy against mean steps]({plots}/{picture})"]
+            parts += [_table(*rows) for rows in (_orders(records, gains), _rivals(gains)) if rows[1]]
+            parts += [_table(*rows) for rows in _heuristics(records)]
         if results.done:
             parts += [f"## {results.name}: wall time", _times(results.done)]
     return "\n\n".join(parts) + "\n"
+
+
+class Part(NamedTuple):
+    """What was evaluated alike: a split, and where it was evaluated in several ways each of them by itself."""
+
+    title: str
+    plot: str  # its file
+    records: list[Record]
+
+
+_SAID = tuple(name for name in SAME if name in Gain.__dataclass_fields__)
+
+
+def _parts(results: Results) -> list[Part]:
+    groups: dict[tuple[object, ...], list[Record]] = {}
+    for record in results.records:
+        groups.setdefault(tuple(getattr(record, name) for name in SAME), []).append(record)
+    found = []
+    for records in groups.values():
+        split = records[0].split
+        ways = [group[0] for group in groups.values() if group[0].split == split]
+        how = [way for way in told_apart(records[0], ways) if not way.startswith("order of seed")]
+        models = ", ".join(sorted({record.model for record in records}))
+        name = "-".join([results.name, split, *how]).replace(" ", "-")
+        found.append(Part(f"{models}: {', '.join([split, *how])}", f"{name}.svg", records))
+    return found
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -238,10 +268,6 @@ def _place(order: Record | Gain) -> tuple[int | str, ...]:
     return (order.model, order.policy, int(_is_joint(order)), order.trained_budget or 0, seed or 0)
 
 
-def _splits(records: Sequence[Record]) -> list[str]:
-    return list(dict.fromkeys(record.split for record in records))
-
-
 def _denoisers(records: Sequence[Record]) -> str:
     """Which weights the rules ran on, and on which the orders wrote."""
     rules = dict.fromkeys(record.denoiser for record in records if record.trained_budget is None)
@@ -265,7 +291,3 @@ def lines(records: Sequence[Record]) -> list[Line]:
         own = [record for record in learned if _kind(record) == kind]
         found.append(Line(f"learned, {kind}", own))
     return found
-
-
-def _plot_name(results: Results, split: str) -> str:
-    return f"{results.name}-{split}.svg"

@@ -118,7 +118,19 @@ def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
 
 
 def outcome(writing: Writing) -> str:
-    return f"{writing.num_steps} steps, {'valid' if writing.valid else 'not valid'}"
+    """How it went; the answer to a question is right or wrong."""
+    good, bad = ("right", "wrong") if writing.question else ("valid", "not valid")
+    return f"{writing.num_steps} step{'' if writing.num_steps == 1 else 's'}, {good if writing.valid else bad}"
+
+
+def wrapped(frame: Sequence[Span], room: int) -> list[list[Span]]:
+    """Lines of at most `room` characters, broken between tokens."""
+    lines: list[list[Span]] = [[]]
+    for span in frame:
+        if sum(len(other.text) for other in lines[-1]) + len(span.text) > room and lines[-1]:
+            lines.append([])
+        lines[-1].append(span)
+    return lines
 
 
 # --- as a picture -----------------------------------------------------------------------------------------------------
@@ -140,7 +152,9 @@ def picture(writings: Sequence[Writing]) -> str:
         same = list(group)
         if same[0].question:
             rows += [[], *([(line, "fill:#111827")] for line in _wrapped_text(same[0].question))]
-            rows += [[("answer: ", "fill:#6b7280"), (same[0].wanted, "fill:#111827")]]
+            answer = _wrapped_text(f"answer: {same[0].wanted}")
+            rows += [[("answer:", "fill:#6b7280"), (answer[0].removeprefix("answer:"), "fill:#111827")]]
+            rows += [[(line, "fill:#111827")] for line in answer[1:]]
         for writing in same:
             verdict = "#15803d" if writing.valid else "#b91c1c"
             rows += [
@@ -148,7 +162,7 @@ def picture(writings: Sequence[Writing]) -> str:
                 [(f"{writing.policy}: ", "fill:#111827;font-weight:700"), (outcome(writing), f"fill:{verdict}")],
             ]
             for step, frame in enumerate(writing.frames):
-                for part, line in enumerate(_wrapped(frame)):
+                for part, line in enumerate(wrapped(frame, WIDTH - 4)):
                     rows.append([(f"{step:>2}  " if part == 0 else "    ", "fill:#6b7280")])
                     rows[-1] += [(span.text, _style(span, most)) for span in line]
     height, width = LINE * len(rows) + 2 * MARGIN, round(CELL * WIDTH + 2 * MARGIN)
@@ -165,11 +179,9 @@ def picture(writings: Sequence[Writing]) -> str:
 
 
 def _style(span: Span, most: int) -> str:
-    if span.step is None:
-        return "fill:#d1d5db"
-    if span.step == PROMPT:
+    if span.step in (None, PROMPT):
         return "fill:#9ca3af"
-    return f"fill:{_colour(span.step, most)}" + (";opacity:.45" if span.is_end else "")
+    return f"fill:{_colour(span.step or 0, most)}" + (";opacity:.45" if span.is_end else "")
 
 
 def _colour(step: int, most: int) -> str:
@@ -178,17 +190,6 @@ def _colour(step: int, most: int) -> str:
     from matplotlib.colors import to_hex
 
     return to_hex(mpl.colormaps["plasma"](0.78 * step / max(1, most - 1)))
-
-
-def _wrapped(frame: Sequence[Span]) -> list[list[Span]]:
-    """Lines of at most WIDTH characters, broken between tokens."""
-    lines: list[list[Span]] = [[]]
-    room = WIDTH - 4
-    for span in frame:
-        if sum(len(other.text) for other in lines[-1]) + len(span.text) > room and lines[-1]:
-            lines.append([])
-        lines[-1].append(span)
-    return lines
 
 
 def _wrapped_text(text: str) -> list[str]:

@@ -129,6 +129,9 @@ def test_the_mask_token_and_a_new_byte_are_the_mean_embedding():
     assert torch.allclose(table[-1], mean)
     assert torch.allclose(table[cut.token_to_id("ÿ")], mean)
     assert not torch.allclose(table[0], mean)
+    causal.tokenizer.add_special_tokens([f"<|{i}|>" for i in range(5)])  # the model has rows for three more
+    table = adapt_causal(causal).denoiser.backbone.embedding.weight
+    assert [torch.allclose(row, mean) for row in table[-7:]] == [False] * 4 + [True] * 3, "two without a row, the mask"
 
 
 @torch.no_grad()
@@ -162,6 +165,7 @@ def test_adapting_leaves_the_random_state_alone():
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "model.layers.0.self_attn.k_proj.bias"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
     ],
 )
 def test_another_shape_is_refused_in_one_line(options, said):
@@ -206,9 +210,17 @@ def test_the_end_of_text_is_named_by_id_or_by_text(folder):
     assert load_tokenizer(folder).eos == EOS  # eos_token_id = 1 in config.json
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|pad|>"}}))
     assert load_tokenizer(folder / "tokenizer.json").eos == "<|pad|>"
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "gone"}))
-    with pytest.raises(ValueError, match="does not say its eos_token"):
-        load_tokenizer(folder)
+    for eos in ("gone", {}):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        with pytest.raises(ValueError, match="does not say its eos_token"):
+            load_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text("[]")
+    assert load_tokenizer(folder).eos == EOS, "of the next file that says one"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [0, 1]}))
+    assert load_tokenizer(folder).eos == "<|pad|>", "the first of several"
+    said = {path.name for path in find_source(folder).files}
+    assert said == {"tokenizer.json", "tokenizer_config.json", "config.json"}, "all that the tokens depend on"
 
 
 def test_what_cannot_be_read_is_one_line(folder, tmp_path, monkeypatch):

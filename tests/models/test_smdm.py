@@ -99,6 +99,22 @@ def test_a_cut_vocabulary(tmp_path):
     assert torch.allclose(part(torch.tensor([[0, 3, 2, 3]])), wanted, atol=1e-6)
 
 
+@torch.no_grad()
+def test_a_byte_that_it_has_no_token_for_is_the_mean_of_the_tokens(tmp_path):
+    """Of the embeddings without that of the mask; and of the rows of the head."""
+    shape = BackboneConfig(width=24, layers=1, heads=4, intermediate=20, max_length=16)
+    weights = {name: tensor.bfloat16() for name, tensor in checkpoint(shape).items()}
+    save_file(weights, tmp_path / "mdm.safetensors")
+    words = {f"w{i}": i for i in range(V)}
+    whole = Tokenizer(models.BPE(words, []))
+    more = Tokenizer(models.BPE({**words, "a": V}, []))
+    denoiser = load_smdm(tmp_path / "mdm.safetensors", shape, whole, more).denoiser
+    embedding, head = weights["transformer.wte.weight"].float(), weights["lm_head.weight"].float()
+    assert torch.allclose(denoiser.backbone.embedding.weight[V], embedding[:V].mean(0), atol=1e-6)
+    assert torch.equal(denoiser.backbone.embedding.weight[V + 1], embedding[V])
+    assert torch.allclose(denoiser.head.weight[V], head.mean(0), atol=1e-6)
+
+
 def test_the_names_and_shapes_of_the_170m_checkpoint():
     """As Diff_LLaMA_170M has them: 18 layers of width 768, 12 heads, 3072 inside, 32,000 tokens and the mask."""
     with torch.device("meta"):  # shapes without numbers: a gigabyte of them would take a quarter of a minute

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -66,6 +68,20 @@ def test_a_cut_survives_its_file(byte_level, tmp_path):
     assert [again.encode(text).ids for text in TEXTS + OTHERS] == [cut.encode(text).ids for text in TEXTS + OTHERS]
 
 
+def test_gaps_between_ids_are_closed_by_a_cut_and_refused_without_one(byte_level):
+    """A token's place in the list of tokens is not its id then."""
+    state = json.loads(byte_level.to_str())
+    vocab = state["model"]["vocab"]
+    state["model"]["vocab"] = {token: index + 7 * (index > 100) for token, index in vocab.items()}
+    gaps = Tokenizer.from_str(json.dumps(state))
+    assert max(gaps.get_vocab().values()) == len(vocab) + 6
+    cut = cut_tokenizer(gaps, TEXTS, ["<|end|>"])
+    assert cut.get_vocab() == cut_tokenizer(byte_level, TEXTS, ["<|end|>"]).get_vocab()
+    assert [pieces(cut, text) for text in TEXTS] == [pieces(byte_level, text) for text in TEXTS]
+    with pytest.raises(ValueError, match="with gaps: cut it"):
+        vocabulary_of(gaps)
+
+
 def test_ids_in_the_whole_vocabulary(byte_level):
     cut = cut_tokenizer(byte_level, TEXTS, ["<|end|>"])
     ids = ids_in(byte_level, vocabulary_of(cut))
@@ -99,9 +115,34 @@ def test_a_tokenizer_that_falls_back_to_bytes():
         assert cut.decode(cut.encode(text).ids, skip_special_tokens=False) == text
 
 
+def test_every_way_to_a_token_is_kept():
+    """abc comes from ab and c here, though a merge of a and bc stands before that one."""
+    merges = [("a", "b"), ("a", "bc"), ("ab", "c"), ("b", "c")]
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc", "bc", "none"]
+    made = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges, unk_token="none"))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert pieces(made, "abc") == ["abc"]
+    cut = cut_tokenizer(made, ["abc"])
+    assert pieces(cut, "abc") == ["abc"]
+    assert cut.token_to_id("none") is not None, "its model names it"
+
+
+def test_a_tokenizer_that_cuts_texts_off_or_fills_them_up(byte_level):
+    """What it does to batches is not what its texts are."""
+    made = Tokenizer.from_str(byte_level.to_str())
+    made.enable_truncation(3)
+    made.enable_padding(length=50)
+    cut = cut_tokenizer(made, TEXTS, ["<|end|>"])
+    assert cut.get_vocab() == cut_tokenizer(byte_level, TEXTS, ["<|end|>"]).get_vocab()
+    assert [pieces(cut, text) for text in TEXTS] == [pieces(byte_level, text) for text in TEXTS]
+
+
 def test_what_cannot_be_cut_is_refused(byte_level):
     words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     with pytest.raises(ValueError, match=r"only a plain byte-pair encoding can be cut, .* is a WordLevel"):
         cut_tokenizer(words, ["a"])
+    marked = Tokenizer(models.BPE({"a": 0, "##b": 1}, [], continuing_subword_prefix="##"))
+    with pytest.raises(ValueError, match="only a plain byte-pair encoding can be cut"):
+        cut_tokenizer(marked, ["a"])
     with pytest.raises(ValueError, match="has no token '<eos>'"):
         cut_tokenizer(byte_level, TEXTS, ["<eos>"])

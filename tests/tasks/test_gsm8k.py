@@ -741,6 +741,13 @@ GOOD = '{"question": "What is 2 and 3?", "answer": "<<2+3=5>>5\\n#### 5"}\n'
         ("train.jsonl", GOOD.replace("2+3=5", "2/0=5"), ["line 1", "<<2/0=5>>", "divides by zero"]),
         ("train.jsonl", GOOD.replace("2+3=5", "2+3"), ["line 1", "<<2+3>>", "no '='"]),
         ("train.jsonl", GOOD.replace("2+3=5", "2+3=five"), ["line 1", "<<2+3=five>>", "'f' is no part"]),
+        ("train.jsonl", GOOD.replace("2+3=5", "(" * 9999 + "=5"), ["line 1", "does not evaluate", "nested too deeply"]),
+        (
+            "train.jsonl",
+            GOOD.replace("2+3=5", "-" * 9999 + "2=5"),
+            ["line 1", "does not evaluate", "nested too deeply"],
+        ),
+        ("train.jsonl", GOOD + "[" * 99999, ["line 2", "not JSON"]),
         ("train.jsonl", "", ["train.jsonl is empty"]),
         ("train.txt", "What is 2? #### 2", ["train.txt, line 1", "no '||'"]),
         ("test.jsonl", GOOD, ["neither train.jsonl nor train.txt"]),
@@ -793,6 +800,27 @@ def test_folders_and_the_hub(tmp_path, monkeypatch):
         ValueError, match=r"^openai/gsm8k cannot be loaded \(no route to the hub\): pass a folder[^\n]*$"
     ):
         read_problems("openai/gsm8k", "test")
+
+
+def test_making_the_tokens_is_told(folder, tmp_path, capsys):
+    """A line says that it is done once, and where; a second time there is nothing to say."""
+    for said in (True, False):
+        _ = GSM8K(str(folder), cache=str(tmp_path / "cache"), resample=3, vocab_size=300).vocabulary
+        assert (f"made once and kept in {tmp_path / 'cache'}" in capsys.readouterr().err) == said
+
+
+def test_whoever_watches_sees_every_item_and_changes_nothing():
+    seen = {}
+
+    def watched(items, what):
+        for item in items:
+            seen[what] = seen.get(what, 0) + 1
+            yield item
+
+    problems = many()
+    found = make_splits(problems, "equations", 4, 0, watched)
+    assert found == make_splits(problems, "equations", 4, 0)
+    assert seen == {"tracing numbers": len(problems), "new numbers": found.templates}
 
 
 def test_a_cache_that_cannot_be_made(folder):

@@ -119,9 +119,11 @@ def _eos(folder: Path, tokenizer: Tokenizer) -> str | None:
             said = json.loads((folder / name).read_text())
         except (OSError, ValueError):
             continue
+        if not isinstance(said, dict):
+            continue
         eos = said.get("eos_token")
         if eos is not None:
-            return str(eos["content"] if isinstance(eos, dict) else eos)
+            return str(eos.get("content") if isinstance(eos, dict) else eos)
         index = said.get("eos_token_id")
         if index is not None:
             return tokenizer.id_to_token(index[0] if isinstance(index, list) else index)

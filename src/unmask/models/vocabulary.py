@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,9 +11,15 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The tokens in the order of their ids."""
+    """The tokens in the order of their ids; a ValueError of one line where these are not 0, 1, 2 and so on."""
     ids = tokenizer.get_vocab()
-    return tuple(sorted(ids, key=ids.__getitem__))
+    ordered = tuple(sorted(ids, key=ids.__getitem__))
+    if ordered and ids[ordered[-1]] != len(ordered) - 1:
+        raise ValueError(
+            f"the {len(ordered)} tokens of the tokenizer have ids up to {ids[ordered[-1]]}, with gaps: cut it to the "
+            "tokens of your texts (cut_tokenizer), which closes them"
+        )
+    return ordered
 
 
 def cut_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], first: Sequence[str] = ()) -> Tokenizer:
@@ -28,8 +35,9 @@ def cut_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], first: Sequence[st
     model = state["model"]
     if model["type"] != "BPE" or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise ValueError(f"only a plain byte-pair encoding can be cut, and this tokenizer is a {model['type']}")
+    state |= {"post_processor": None, "truncation": None, "padding": None}  # a text's tokens, and nothing around them
+    plain = Tokenizer.from_str(json.dumps(state))
     old = tokenizer.get_vocab()
-    words = vocabulary_of(tokenizer)
     if missing := [token for token in first if token not in old]:
         raise ValueError(f"the tokenizer has no token {missing[0]!r}")
 
@@ -39,8 +47,9 @@ def cut_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], first: Sequence[st
 
     texts, used = list(texts), set[int]()
     for start in range(0, len(texts), 4096):  # a few at a time: an encoding is many times as large as its text
-        for encoding in tokenizer.encode_batch_fast(texts[start : start + 4096], add_special_tokens=False):
+        for encoding in plain.encode_batch_fast(texts[start : start + 4096]):
             used.update(encoding.ids)
+    words = {index: token for token, index in old.items()}
     wanted = [*(words[index] for index in used), *first, *bytes_of(model)]
     wanted += [token["content"] for token in state["added_tokens"]]
     wanted += [model["unk_token"]] if model.get("unk_token") else []
@@ -51,14 +60,13 @@ def cut_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], first: Sequence[st
             kept.add(token)
             wanted += [part for pair in parts.get(token, ()) for part in pair]
 
-    ordered = [*first, *sorted(kept - set(first), key=lambda token: (old.get(token, len(words)), token))]
+    ordered = [*first, *sorted(kept - set(first), key=lambda token: (old.get(token, math.inf), token))]
     new = {token: index for index, token in enumerate(ordered)}
     model["vocab"] = {token: index for token, index in new.items() if token in model["vocab"] or token not in old}
-    model["merges"] = [merge for merge in model["merges"] if {*merge, "".join(merge)} <= kept]
+    model["merges"] = [merge for merge in model["merges"] if "".join(merge) in kept]  # and then so are its parts
     for token in state["added_tokens"]:
         token["id"] = new[token["content"]]
     state["added_tokens"].sort(key=lambda token: token["id"])
-    state |= {"post_processor": None, "truncation": None, "padding": None}  # a text's tokens, and nothing around them
     return Tokenizer.from_str(json.dumps(state))
 
 

@@ -140,7 +140,10 @@ _BINARY: dict[str, Callable[[Exact, Exact], Exact]] = {
 
 def parse(text: str) -> Expression:
     """The expression that `text` is; ValueError with the reason where it is none."""
-    return _Parser(text).expression
+    try:
+        return _Parser(text).expression
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 class _Parser:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -48,10 +48,16 @@ class Ragged:
         return len(self.ends)
 
     @classmethod
-    def encode(cls, tokenizer: Tokenizer, texts: Sequence[str], at_once: int = 4096) -> Ragged:
+    def encode(
+        cls,
+        tokenizer: Tokenizer,
+        texts: Sequence[str],
+        at_once: int = 4096,
+        watched: Callable[[range], Iterable[int]] = iter,
+    ) -> Ragged:
         dtype = np.min_scalar_type(tokenizer.get_vocab_size() - 1)  # uint16 for most: half of what there is to keep
         parts, lengths = [np.zeros(0, dtype=dtype)], []
-        for first in range(0, len(texts), at_once):
+        for first in watched(range(0, len(texts), at_once)):
             for encoding in tokenizer.encode_batch_fast(list(texts[first : first + at_once])):
                 parts.append(np.asarray(encoding.ids, dtype=dtype))
                 lengths.append(len(encoding.ids))

@@ -9,15 +9,17 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
 import torch
+from rich.console import Console
+from rich.progress import track
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
@@ -270,7 +272,8 @@ def fingerprint(task: GSM8K) -> str:
 
 def _make(folder: Path, hashed: str, task: GSM8K) -> None:
     """Write tokenizer.json and tokens.safetensors."""
-    splits = make_splits(read_problems(task.folder, "train"), task.answers, task.resample, task.seed)
+    print(f"task {task.name}: problems and tokens are made once and kept in {folder.parent}", file=sys.stderr)
+    splits = make_splits(read_problems(task.folder, "train"), task.answers, task.resample, task.seed, _watched)
     pairs = splits.pairs
     if not pairs["train"]:
         raise ValueError(f"task {task.name}: no training problem is left ({splits.left_out}): give more of them")
@@ -285,13 +288,19 @@ def _make(folder: Path, hashed: str, task: GSM8K) -> None:
     arrays = {}
     for split in SPLITS:
         for part, name in enumerate(("prompts", "responses")):
-            ragged = Ragged.encode(tokenizer, [pair[part] for pair in pairs[split]])
+            texts = [pair[part] for pair in pairs[split]]
+            ragged = Ragged.encode(tokenizer, texts, watched=lambda chunks: _watched(chunks, "tokens"))
             arrays[f"{split}/{name}/ids"], arrays[f"{split}/{name}/ends"] = ragged.ids, ragged.ends
     tokenizer.save(str(folder / "tokenizer.json"))
     save_file(arrays, folder / "tokens.safetensors", metadata={"fingerprint": hashed})
     sizes = ", ".join(f"{len(pairs[split])} {split}" for split in SPLITS)
     without = f"; left out: {splits.left_out}" if splits.left_out else ""
     print(f"task {task.name}: {sizes}, from {splits.templates} templates{without}", file=sys.stderr)
+
+
+def _watched(items: Sequence[Any], what: str) -> Iterable[Any]:
+    """The items, with a bar on a terminal that says how much time is left."""
+    return track(items, f"{what:<15}", console=Console(stderr=True), transient=True)
 
 
 def _read(folder: Path, hashed: str) -> Tokens | None:

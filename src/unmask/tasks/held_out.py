@@ -13,8 +13,9 @@ Templates are told apart by their text without numbers, so that two problems wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,6 +34,7 @@ ATTEMPTS = 16  # draws for each copy that is asked for: a template that rarely g
 _TEMPLATES, _COPIES = 4, 5  # the words after DATA: which templates, and which copies, are held out
 
 Pair = tuple[str, str]  # a question and its answer
+Watched = Callable[[Sequence[Any], str], Iterable[Any]]  # the same items, while somebody is told how far they are
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,16 @@ def leaked(train: Sequence[Problem], test: Sequence[Problem]) -> list[str]:
     return [problem.question for problem in train if without_numbers(problem.question) in forbidden]
 
 
-def make_splits(train: Sequence[Problem], form: str, copies: int, seed: int) -> Splits:
+def make_splits(
+    train: Sequence[Problem], form: str, copies: int, seed: int, watched: Watched = lambda items, _: items
+) -> Splits:
     """The splits with `copies` of every template, fewer where its numbers leave less choice.
 
     In the `solution` form there are no copies: train and new-templates have the problems as they came.
     """
     texts = [without_numbers(problem.question) for problem in train]
-    templates = {i: found for i, problem in enumerate(train) if (found := template_of(problem)) is not None}
+    traced = enumerate(watched(train, "tracing numbers"))
+    templates = {i: found for i, problem in traced if (found := template_of(problem)) is not None}
     unwritten = [i for i, problem in enumerate(train) if form == "equations" and not problem.equations]
     unused = set(unwritten)
     templates = {i: template for i, template in templates.items() if i not in unused}
@@ -76,8 +81,10 @@ def make_splits(train: Sequence[Problem], form: str, copies: int, seed: int) -> 
         seen.add(key)
     as_they_came = len(pairs["train"])
     if form == "equations" and copies:
-        old = [_copies(templates[i], i, copies, seed, seen) for i in templates if texts[i] not in new_texts]
-        new = [_copies(templates[i], i, copies, seed, seen) for i in templates if texts[i] in new_texts]
+        trained_first = sorted(templates, key=lambda i: texts[i] in new_texts)  # what is seen first is not drawn again
+        drawn = {i: _copies(templates[i], i, copies, seed, seen) for i in watched(trained_first, "new numbers")}
+        old = [pairs for i, pairs in drawn.items() if texts[i] not in new_texts]
+        new = [pairs for i, pairs in drawn.items() if texts[i] in new_texts]
         pairs["new-templates"] += _in_turn(new)
         numbers_dev, numbers, rest = _held_out_copies(_in_turn(old), seed)
         pairs["new-numbers-dev"], pairs["new-numbers"] = numbers_dev, numbers

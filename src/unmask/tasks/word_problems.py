@@ -152,7 +152,7 @@ def _from_file(path: Path) -> list[Problem]:
 def _json_line(line: str, where: str) -> tuple[str, str]:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f'{where}: not JSON; write {{"question": ..., "answer": ...}}') from None
     for field in ("question", "answer"):
         if not isinstance(row, dict) or not isinstance(row.get(field), str):
