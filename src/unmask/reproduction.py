@@ -23,20 +23,19 @@ import shutil
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from unmask.jsonl import append_jsonl, read_jsonl
 from unmask.suggest import did_you_mean
-from unmask.training.recipe import Recipe, RecipeError, build, load_recipe, recipe_folder
+from unmask.training.recipe import Recipe, RecipeError, build, differences, load_recipe, recipe_folder
 
 if TYPE_CHECKING:
     from unmask.comparison import Result
 
 Command = list[str]
 BEST_OTHER = "BEST-OTHER"  # what a command shows before the best of the other rules is known
-FREE = ("evaluate", "saving", "threads", "compile")  # what a recipe may say otherwise: the model would be the same
 SEED = 0  # of the sampling, the same for every order: it must be, if they are to be compared
 
 
@@ -295,8 +294,7 @@ class Reproduction:
             was = Recipe.from_json((folder / "recipe.json").read_text())
         except (OSError, ValueError):
             raise ValueError(f"{folder}/recipe.json is missing or damaged: move the folder away") from None
-        wanted = asdict(self._recipe(stage.name))
-        if keys := [key for key in wanted if key not in FREE and asdict(was)[key] != wanted[key]]:
+        if keys := [key for key, _, _ in differences(was, self._recipe(stage.name))]:
             raise ValueError(
                 f"{folder} was trained by a recipe with another {' and '.join(keys)}: move it away, "
                 "or give another --out"

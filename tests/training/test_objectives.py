@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.training.small import padded, single, small_model
+from unmask.models.backbone import scatter
 from unmask.streams import stratified
 from unmask.tasks.task import Examples
 from unmask.training import objectives
@@ -23,7 +24,6 @@ from unmask.training.objectives import (
     mask_uniformly,
     placed,
     saturation,
-    scatter,
 )
 from unmask.variational.enumeration import TinyModel, posterior_chain
 from unmask.variational.estimators import LeaveOneOut, MovingAverage, NoBaseline
@@ -579,7 +579,7 @@ def test_the_moving_average_is_asked_with_the_times():
 def test_scatter_puts_values_back():
     at = torch.tensor([[True, False], [False, True]])
     values = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
-    canvas = scatter(values, at.flatten().nonzero()[:, 0], at)
+    canvas = scatter(values, at.flatten().nonzero()[:, 0], at.shape)
     assert canvas.tolist() == [[[1, 2], [0, 0]], [[0, 0], [3, 4]]]
     canvas.square().sum().backward()
     assert torch.equal(values.grad, 2 * values.detach())

@@ -6,6 +6,7 @@ Legend: B sequences, L positions, D width, H heads of the queries, K of the keys
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -277,17 +278,19 @@ class Layout(NamedTuple):
 
     def put(self, values: Tensor) -> Tensor:
         """[B, L, ...] from values [1, M, ...] where packed; 0 on padding."""
-        if self.at is None:
-            return values
-        B, L = self.shape
-        everywhere = values.new_zeros(B * L, *values.shape[2:]).index_copy(0, self.at, values[0])
-        return everywhere.view(B, L, *values.shape[2:])
+        return values if self.at is None else scatter(values[0], self.at, self.shape)
 
 
 def places(where: Tensor, count: int | None) -> Tensor:
     """[M]: the True places of the flattened `where`.  A known count M spares the host from waiting for the device."""
     flat = where.flatten()
     return (flat.nonzero() if count is None else flat.nonzero_static(size=count))[:, 0]
+
+
+def scatter(values: Tensor, at: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Values [M, ...] at the places `at` [M] of a flattened canvas of this shape, 0 elsewhere; differentiable."""
+    canvas = values.new_zeros(math.prod(shape), *values.shape[1:]).index_copy(0, at, values)
+    return canvas.view(*shape, *values.shape[1:])
 
 
 def small_init(width: int) -> float:

@@ -16,18 +16,16 @@ A stage that is finished has a folder; one that is under way has checkpoints.
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from unmask.models.order_model import OrderModel
 from unmask.training.checkpoints import reason, sync, sync_folder, write_text
-from unmask.training.recipe import Recipe
+from unmask.training.recipe import Recipe, differences
 
 
 class RunFolderError(ValueError):
@@ -94,10 +92,6 @@ def _replaced(out: Path) -> Path:
     return out.with_name(f"{out.name}.replaced")
 
 
-# What may differ between the recipe of a run and the one that continues it: nothing here changes what is learned.
-FREE = ("evaluate", "saving", "threads", "compile", "trackers")
-
-
 def settle_recipe(recipe: Recipe, out: Path, allow_change: bool) -> None:
     """Store the recipe; where an unfinished run has another one, refuse what matters unless `allow_change`."""
     path = out / "recipe.json"
@@ -119,21 +113,6 @@ def settle_recipe(recipe: Recipe, out: Path, allow_change: bool) -> None:
         if stored == recipe:
             return
     write_text(path, recipe.to_json())
-
-
-def differences(stored: Recipe, given: Recipe) -> list[tuple[str, Any, Any]]:
-    """Every value that matters and differs: its key, as --set takes it, and both values."""
-    old, new = flat(dataclasses.asdict(stored)), flat(dataclasses.asdict(given))
-    matter = [key for key in {**old, **new} if key.partition(".")[0] not in FREE]
-    return [(key, old.get(key), new.get(key)) for key in matter if old.get(key) != new.get(key)]
-
-
-def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested tables by their keys, as --set takes them."""
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return values
 
 
 def save_stage(model: OrderModel, folder: Path) -> None:

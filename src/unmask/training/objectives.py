@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from unmask.decoding.confidence import confidence, features, log_probabilities
-from unmask.models.backbone import Layout, places, stream_dtype
+from unmask.models.backbone import Layout, places, scatter, stream_dtype
 from unmask.models.networks import Denoiser
 from unmask.models.order_model import OrderModel
 from unmask.streams import Purpose, uniforms
@@ -41,6 +41,11 @@ def placed(examples: Examples, network: nn.Module) -> tuple[Examples, Layout]:
     return examples, Layout.of(examples.tokens, attention, stream_dtype(weight), total)
 
 
+def log_likelihood(logits: Tensor, tokens: Tensor) -> Tensor:
+    """log p [M] of the tokens [M] under logits [M, V]."""
+    return -cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens, reduction="none")
+
+
 class Reading(NamedTuple):
     """What the denoiser says of the masked positions of R sequences, M of them."""
 
@@ -56,28 +61,17 @@ def read_denoiser(
     masked: Tensor,
     attention: Tensor | Layout | None,
     num_masked: int | None = None,
-    likelihood: Callable[[Tensor, Tensor], Tensor] | None = None,
+    likelihood: Callable[[Tensor, Tensor], Tensor] = log_likelihood,
 ) -> Reading:
     """Mask the clean tokens [R, L] where `masked` [R, L] and ask for them back; logits only where masked.
 
-    num_masked: M, where known; likelihood: `log_likelihood`, or the same compiled.
+    num_masked: M, where known; likelihood may be the same compiled.
     """
     hidden = denoiser.hidden(torch.where(masked, denoiser.mask_token_id, tokens), attention)
     at = places(masked, num_masked)
     logits = denoiser.logits(hidden.flatten(0, 1)[at])
-    log_mu = (likelihood or log_likelihood)(logits, tokens.flatten()[at])
-    return Reading(hidden, at, logits, scatter(log_mu, at, masked))
-
-
-def scatter(values: Tensor, at: Tensor, like: Tensor) -> Tensor:
-    """Values [M, ...] at the places `at` [M] of a flattened canvas shaped like `like`, 0 elsewhere; differentiable."""
-    canvas = values.new_zeros(like.numel(), *values.shape[1:]).index_copy(0, at, values)
-    return canvas.view(*like.shape, *values.shape[1:])
-
-
-def log_likelihood(logits: Tensor, tokens: Tensor) -> Tensor:
-    """log p [M] of the tokens [M] under logits [M, V]."""
-    return -cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens, reduction="none")
+    log_mu = likelihood(logits, tokens.flatten()[at])
+    return Reading(hidden, at, logits, scatter(log_mu, at, masked.shape))
 
 
 def selector_features(logits: Tensor) -> Tensor:
@@ -263,8 +257,8 @@ class OrderObjective(nn.Module):
         if not self.attach_selector:
             said, hidden = said.detach(), hidden.detach()
         times = t[which // self.trajectories]
-        logits = model.selector(hidden, scatter(said, reading.at, at), at, times, self.budget, layout)  # [R, L]
-        return tuple(scatter(values, which, masked[..., 0]) for values in (reading.log_mu, logits))  # type: ignore[return-value]
+        logits = model.selector(hidden, scatter(said, reading.at, at.shape), at, times, self.budget, layout)  # [R, L]
+        return tuple(scatter(values, which, needed.shape) for values in (reading.log_mu, logits))  # type: ignore[return-value]
 
 
 class _Parts(NamedTuple):

@@ -267,6 +267,25 @@ def _resolved_task(name: str, **options: Any) -> dict[str, Any]:
     return {"name": str(name), **{field.name: getattr(task, field.name) for field in dataclasses.fields(task)}}
 
 
+# What may differ between the recipe of a run and the one that continues it: nothing here changes what is learned.
+FREE = ("evaluate", "saving", "threads", "compile", "trackers")
+
+
+def differences(stored: Recipe, given: Recipe) -> list[tuple[str, Any, Any]]:
+    """Every value that matters and differs: its key, as --set takes it, and both values."""
+    old, new = flat(dataclasses.asdict(stored)), flat(dataclasses.asdict(given))
+    matter = [key for key in {**old, **new} if key.partition(".")[0] not in FREE]
+    return [(key, old.get(key), new.get(key)) for key in matter if old.get(key) != new.get(key)]
+
+
+def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested tables by their keys, as --set takes them."""
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return values
+
+
 def recipe_folder() -> Path:
     """Where the recipes that come with unmask lie: beside the package when installed, at the root of a checkout."""
     installed = Path(__file__).parents[1] / "recipes"

@@ -38,12 +38,12 @@ from unmask.tasks.task import Task, check_task
 from unmask.training.checkpoints import Checkpoint, CheckpointFolder, read_checkpoint
 from unmask.training.collapse import CollapseGuard
 from unmask.training.expected_time import warn_of_time
-from unmask.training.folder import RunFolderError, finish, flat, locked, prepare, save_stage, settle_recipe
+from unmask.training.folder import RunFolderError, finish, locked, prepare, save_stage, settle_recipe
 from unmask.training.keeper import Keeper, Stopped, StopSignal, stop_signal
 from unmask.training.loop import Rates, run_stage
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import DenoiseObjective, OrderObjective
-from unmask.training.recipe import DenoiseRecipe, ModelRecipe, Optimisation, OrderRecipe, Recipe, RecipeError
+from unmask.training.recipe import DenoiseRecipe, ModelRecipe, Optimisation, OrderRecipe, Recipe, RecipeError, flat
 from unmask.training.state import copy_into, whole
 from unmask.variational.estimators import Baseline, LeaveOneOut, MovingAverage, NoBaseline
 
