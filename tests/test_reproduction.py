@@ -230,7 +230,7 @@ def test_a_run_of_another_recipe_is_not_taken(study, tmp_path):
     out = tmp_path / "runs"
     reproduction(study, out).run(["denoiser"])
     (recipe := out / "denoiser" / "recipe.json").write_text(recipe.read_text().replace('"updates": 2', '"updates": 3'))
-    with pytest.raises(ValueError, match="another denoise.updates: move it away, or give another --out"):
+    with pytest.raises(ValueError, match=r"another denoise\.updates: move it away, or give another --out"):
         reproduction(study, out).run(["denoiser"])
     recipe.write_text(
         recipe.read_text().replace('"updates": 3', '"updates": 2').replace('"budgets": [', '"budgets": [7,')
