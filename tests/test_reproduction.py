@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,28 @@ def test_it_goes_on_where_it_stopped(study, tmp_path):
         ("frozen-seed1", True),
     ]
     assert read_records(out / "frozen-seed1" / "results.jsonl")[0] in read_records(out / "results" / "study.jsonl")
+
+
+def test_trainings_at_once(study, tmp_path):
+    """The same runs as one after another, to the last bit, each by a process of its own; evaluations are done here."""
+    out, said, ran = tmp_path / "runs", [], []
+    shutil.copytree(study / "runs" / "denoiser", out / "denoiser")
+    reproduction(study, out, ran, say=said.append, jobs=2).run(["denoiser", "frozen", "new-numbers-dev"])
+    assert {arguments[0] for arguments in ran} == {"evaluate"}
+    assert said[0] == "[1/7] denoiser: done before"
+    assert said[1].startswith("[2/7] frozen-seed0: unmask train ")
+    assert sorted(line.rpartition(" ")[0].rpartition(" ")[0] for line in said[3:5]) == [
+        f"[{number}/7] frozen-seed{number - 2}: done in" for number in (2, 3)
+    ]
+    first, second, *later = json_lines(out / "results" / "study" / "stages.jsonl")
+    assert [(stage["finished"], stage["jobs"]) for stage in (first, second)] == [(True, 2)] * 2
+    first_end = min(stage["started"] + stage["seconds"] for stage in (first, second))
+    assert first_end > max(first["started"], second["started"])
+    assert {stage["jobs"] for stage in later} == {1}
+    for run in ("frozen-seed0", "frozen-seed1"):
+        model = f"{run}/model.safetensors"
+        assert (out / model).read_bytes() == (study / "runs" / model).read_bytes()
+        assert (out / "logs" / f"{run}.txt").read_text().count("model: ") == 1
 
 
 def test_a_changed_model_is_evaluated_anew(study, tmp_path):

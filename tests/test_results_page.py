@@ -10,7 +10,7 @@ from tests.test_report import LEARNED
 from unmask.comparison import Gain
 from unmask.jsonl import append_jsonl
 from unmask.reproduction import Done
-from unmask.results_page import BEGIN, END, lines, read_results, tables, write_page
+from unmask.results_page import BEGIN, END, lines, read_results, tables, wall_seconds, write_page
 
 ROOT = Path(__file__).parents[1]
 PLAIN, ALONG, FURTHER = "0123456789ab", "ba9876543210", "feedfeedfeed"
@@ -67,12 +67,19 @@ def gain(rival="top-prob", best=True, T=5, joint=False, **values):
 
 
 GAINS = [gain(), gain("entropy", best=False, gain=-0.01, low=-0.02, high=0.0)]
+
+
+def done(stage, started, seconds, finished=True, jobs=1):
+    return Done(stage, "unmask ...", finished, started, seconds, jobs, "H200", "2", "", "")
+
+
 DONE = [
-    Done("denoiser", "unmask train x", True, 600.0, "H200", "2", "", ""),
-    Done("frozen-t5-seed0", "unmask train y", False, 30.0, "H200", "2", "", ""),
-    Done("frozen-t5-seed0", "unmask train y", True, 90.0, "H200", "2", "", ""),
-    Done("frozen-t5-seed1", "unmask train y", True, 120.0, "H200", "2", "", ""),
-    Done("new-numbers/denoiser", "unmask evaluate x", True, 60.0, "H200", "2", "", ""),
+    done("denoiser", 1000.0, 600.0),
+    done("frozen-t5-seed0", 1600.0, 30.0, finished=False, jobs=2),
+    done("frozen-t5-seed0", 9000.0, 90.0, jobs=2),
+    done("frozen-t5-seed1", 9030.0, 120.0, jobs=2),  # 60 seconds of it beside the one before
+    done("frozen-t10-seed0", 9120.0, 60.0, jobs=2),  # 30 beside the one before
+    done("new-numbers/denoiser", 9180.0, 60.0),
 ]
 
 
@@ -152,13 +159,23 @@ def test_a_run_is_no_folder_of_records(folder, refused, tmp_path):  # noqa: F811
 
 
 def test_the_wall_time_of_all_attempts(folder):
-    found = rows(tables(read_results(folder), "plots").split("wall time")[1])
-    assert found[2:] == [
-        ["train denoiser", "1", "10.0", "H200"],
-        ["train frozen-t5", "2", "4.0", "H200"],
-        ["evaluate new-numbers", "1", "1.0", "H200"],
-        ["**all**", "", "**15.0**", ""],
+    """Nothing that overlaps counts twice, and nothing in which nothing ran counts at all."""
+    text = tables(read_results(folder), "plots").split("wall time")[1]
+    assert rows(text)[2:] == [
+        ["train denoiser", "1", "1", "10.0", "H200"],
+        ["train frozen-t5", "2", "2", "3.0", "H200"],
+        ["train frozen-t10", "1", "2", "1.0", "H200"],
+        ["evaluate new-numbers", "1", "1", "1.0", "H200"],
+        ["**all**", "", "", "**14.5**", ""],
     ]
+    assert "the rows overlap" in text
+
+
+def test_the_union_of_intervals():
+    inside = [done("a", 0.0, 10.0), done("b", 2.0, 3.0), done("c", 6.0, 1.0), done("d", 20.0, 1.0)]
+    assert wall_seconds(inside) == 11.0
+    assert wall_seconds(inside[::-1]) == 11.0
+    assert wall_seconds([]) == 0.0
 
 
 def test_what_a_plot_shows():

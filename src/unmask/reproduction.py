@@ -8,6 +8,7 @@ bf16                   evaluate with the denoiser's trunk in bfloat16
 [[evaluate]]           a held-out split: every order, and every heuristic at the steps that the orders take
 
 OUT/RUN/                            the folder of a run
+OUT/logs/RUN.txt                    what its training wrote, where several are trained at once
 OUT/results/STUDY.jsonl             the records of all runs
 OUT/results/STUDY/gains.jsonl       the orders against the heuristics at equal steps, seeds together
 OUT/results/STUDY/stages.jsonl      the command, the wall time and the hardware of each stage
@@ -20,9 +21,10 @@ import gc
 import hashlib
 import shlex
 import shutil
+import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -101,7 +103,9 @@ class Done:
     stage: str
     command: str
     finished: bool
+    started: float  # seconds since the epoch
     seconds: float
+    jobs: int  # how many ran at once at most
     device: str
     torch: str
     revision: str
@@ -134,7 +138,10 @@ def load_study(name: str) -> tuple[Study, Path]:
 
 
 class Reproduction:
-    """A study in a folder.  `command` runs one command of the command line in this process."""
+    """A study in a folder.  `command` runs one command of the command line in this process.
+
+    With `jobs` > 1, as many trainings run at once, as processes of their own.
+    """
 
     def __init__(
         self,
@@ -145,8 +152,10 @@ class Reproduction:
         cpu: bool = False,
         command: Callable[[Command], None] = lambda arguments: None,
         say: Callable[[str], None] = lambda text: None,
+        jobs: int = 1,
     ) -> None:
         self.study, self.path, self.out, self.cpu, self.command, self.say = study, path, out, cpu, command, say
+        self.jobs = jobs
         self.records = out / "results" / f"{path.stem}.jsonl"
         self.beside = out / "results" / path.stem
         self.recipes: dict[str, tuple[str, list[str]]] = {}  # by run: the recipe's name and its overrides
@@ -268,17 +277,48 @@ class Reproduction:
     def run(self, wanted: Sequence[str] = ()) -> None:
         """Do what has not been done; what was interrupted goes on, and the rest is as it was."""
         stages = self.stages(wanted)
+        shown = {stage.name: f"[{place}/{len(stages)}] {stage.name}" for place, stage in enumerate(stages, start=1)}
+        at_once = [stage for stage in stages if not stage.runs] if self.jobs > 1 else []
         try:
-            for place, planned in enumerate(stages, start=1):
+            self._train_at_once(at_once, shown)
+            for planned in stages[len(at_once) :]:
                 stage = self.known(planned)
-                shown = f"[{place}/{len(stages)}] {stage.name}"
                 if self._is_done(stage):
-                    self.say(f"{shown}: done before")
+                    self.say(f"{shown[stage.name]}: done before")
                     continue
-                self.say(f"{shown}: {written(stage)}")
+                self.say(f"{shown[stage.name]}: {written(stage)}")
                 self._do(stage)
         finally:
             self.collect()
+
+    def _train_at_once(self, stages: Sequence[Stage], shown: Mapping[str, str]) -> None:
+        """The trainings, each as a process, as soon as the run that it starts from is there."""
+        from unmask.jobs import Ended, Job, run_jobs
+
+        left = {}
+        for stage in stages:
+            if self._is_done(stage):
+                self.say(f"{shown[stage.name]}: done before")
+            else:
+                left[stage.name] = stage
+
+        def began(job: Job) -> None:
+            self.say(f"{shown[job.name]}: {written(left[job.name])}")
+
+        def ended(job: Job, how: Ended) -> None:
+            self._note(left[job.name], how.code == 0, how.started, how.seconds, self.jobs)
+            self.say(f"{shown[job.name]}: {'done in' if how.code == 0 else 'ended after'} {how.seconds:.0f} s")
+
+        jobs = [
+            Job(
+                name,
+                [sys.executable, "-m", "unmask", *self._resumed(stage)],
+                frozenset([self.training[name].start]),
+                self.out / "logs" / f"{name}.txt",
+            )
+            for name, stage in left.items()
+        ]
+        run_jobs(jobs, self.jobs, began, ended)
 
     def _is_done(self, stage: Stage) -> bool:
         if stage.runs:
@@ -306,10 +346,16 @@ class Reproduction:
         texts = [(self.out / run / "config.json").read_bytes() for run in stage.runs if self._is_trained(run)]
         return hashlib.sha256(b"".join(texts)).hexdigest()[:12] if texts else ""
 
-    def _do(self, stage: Stage) -> None:
-        import torch
+    def _resumed(self, stage: Stage) -> Command:
+        """The command of a stage, as it must be given where an earlier attempt has left something."""
+        folder = self.out / stage.name
+        if not stage.runs and (folder / "recipe.json").exists() and not (folder / "checkpoints").exists():
+            return [*stage.command, "--force"]  # it was interrupted, and nothing is there to go on from
+        return stage.command
 
-        from unmask.evaluation import device_name, revision
+    def _do(self, stage: Stage) -> None:
+        """A stage in this process."""
+        import torch
 
         if BEST_OTHER in stage.command:
             first = self.study.evaluate[0].split
@@ -317,33 +363,40 @@ class Reproduction:
         for run in stage.runs:
             if not self._is_trained(run):
                 raise ValueError(f"{stage.name} needs {self.out / run}: run its stage first")
-        command, folder = stage.command, self.out / stage.name
-        if not stage.runs and (folder / "recipe.json").exists() and not (folder / "checkpoints").exists():
-            command = [*command, "--force"]  # it was interrupted, and nothing is there to go on from
-        on_gpu = torch.cuda.is_available() and not self.cpu
-        started, finished = time.perf_counter(), False
+        started, clock, finished = time.time(), time.perf_counter(), False
         try:
-            self.command(command)
+            self.command(self._resumed(stage))
             finished = True
         finally:
-            self.beside.mkdir(parents=True, exist_ok=True)
-            done = Done(
-                stage.name,
-                written(stage),
-                finished,
-                round(time.perf_counter() - started, 3),
-                device_name(torch.device("cuda" if on_gpu else "cpu")),
-                torch.__version__,
-                revision(),
-                self._models(stage),
-            )
-            append_jsonl(self.beside / "stages.jsonl", [done])
+            self._note(stage, finished, started, time.perf_counter() - clock, 1)
             # Compiled code is kept for each place in the source, not for each model: without this the tenth run of a
             # study would run uncompiled.
             torch._dynamo.reset()
             gc.collect()
-            if on_gpu:
+            if torch.cuda.is_available() and not self.cpu:
                 torch.cuda.empty_cache()
+
+    def _note(self, stage: Stage, finished: bool, started: float, seconds: float, jobs: int) -> None:
+        """Add an attempt to stages.jsonl."""
+        import torch
+
+        from unmask.evaluation import device_name, revision
+
+        on_gpu = torch.cuda.is_available() and not self.cpu
+        self.beside.mkdir(parents=True, exist_ok=True)
+        done = Done(
+            stage.name,
+            written(stage),
+            finished,
+            round(started, 3),
+            round(seconds, 3),
+            jobs,
+            device_name(torch.device("cuda" if on_gpu else "cpu")),
+            torch.__version__,
+            revision(),
+            self._models(stage),
+        )
+        append_jsonl(self.beside / "stages.jsonl", [done])
 
     def done(self) -> list[Done]:
         return read_done(self.beside / "stages.jsonl")
