@@ -14,8 +14,9 @@ from unmask.training.keeper import Stopped
 
 # What a training does with SIGTERM.
 SAVES = (
-    "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *a: (print('saved', flush=True), sys.exit(75)));"
-    "print('ready', flush=True); time.sleep(60)"
+    "import os, signal, sys, time;"
+    "signal.signal(signal.SIGTERM, lambda *a: (print('saved', flush=True), sys.exit(75)));"
+    "print('ready, apart:', os.getpgrp() == os.getpid(), flush=True); time.sleep(60)"
 )
 
 
@@ -96,7 +97,7 @@ def test_a_signal_is_passed_on_and_all_are_waited_for(tmp_path, sent, raised):
 
     def interrupt():
         logs = [one.log for one in names[:2]]
-        while not all(log.exists() and "\nready\n" in log.read_text() for log in logs):
+        while not all(log.exists() and "\nready" in log.read_text() for log in logs):
             time.sleep(0.01)
         os.kill(os.getpid(), sent)
 
@@ -106,4 +107,4 @@ def test_a_signal_is_passed_on_and_all_are_waited_for(tmp_path, sent, raised):
         run_jobs(names, 2, seen.began, seen.ended)
     thread.join()
     assert sorted(seen.events) == ["+a", "+b", "-a 75", "-b 75"]
-    assert all(one.log.read_text().endswith("\nsaved\n") for one in names[:2])
+    assert all(one.log.read_text().endswith("\nready, apart: True\nsaved\n") for one in names[:2])

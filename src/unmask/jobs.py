@@ -5,10 +5,12 @@ from __future__ import annotations
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
 
 from unmask.training.keeper import Stopped, stop_signal
 
@@ -61,31 +63,35 @@ def run_jobs(
     Ctrl-C those under way get SIGTERM and are waited for; then Stopped or KeyboardInterrupt is raised.
     """
     waiting, running, failure = list(jobs), list[_Running](), ""
-    with stop_signal() as stop, _status() as show:
+    with stop_signal() as stop, _Line() as line:
         try:
             while running or (waiting and not failure):
                 for job in [] if failure else list(waiting):
                     unfinished = {other.name for other in waiting} | {other.job.name for other in running}
                     if len(running) < at_once and not job.after & unfinished:
+                        line.hide()
                         began(job)
                         running.append(_Running(job))
                         waiting.remove(job)
                 for one in [one for one in running if one.process.poll() is not None]:
                     running.remove(one)
                     how = one.ended()
+                    line.hide()
                     ended(one.job, how)
                     failure = failure or (_failure(one.job, how.code) if how.code else "")
                 if stop.came:
                     raise Stopped("stopped by SIGTERM; the same command goes on where it stopped")
-                show(_said(running, len(waiting)))
-                time.sleep(PAUSE)
+                if running:
+                    line.show(_said(running, len(waiting)))
+                    time.sleep(PAUSE)
         finally:
             for one in running:
                 one.process.terminate()
-            if running:
-                show(f"stopping: {len(running)} to be saved")
-            for one in running:
-                ended(one.job, one.ended())
+            for place, one in enumerate(running):
+                line.show(f"stopping: {len(running) - place} to be saved")
+                how = one.ended()
+                line.hide()
+                ended(one.job, how)
     if failure:
         raise JobError(failure)
 
@@ -101,15 +107,25 @@ def _said(running: Sequence[_Running], waiting: int) -> str:
     return f"{len(running)} running: {times}" + (f"; {waiting} to come" if waiting else "")
 
 
-@contextmanager
-def _status() -> Iterator[Callable[[str], None]]:
-    """Shows a line that changes; nothing where there is no terminal."""
-    from rich.console import Console
-    from rich.markup import escape
+class _Line:
+    """A line at the bottom of the terminal; nothing where there is none."""
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    with console.status("") as status:
-        yield lambda text: status.update(escape(text))
+    def __init__(self) -> None:
+        console = Console(highlight=False)
+        self.status = console.status("") if console.is_terminal else None
+
+    def __enter__(self) -> _Line:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.hide()
+
+    def show(self, text: str) -> None:
+        if self.status is not None:
+            self.status.update(escape(text))
+            self.status.start()
+
+    def hide(self) -> None:
+        """Before anything else is printed."""
+        if self.status is not None:
+            self.status.stop()
