@@ -69,6 +69,20 @@ recipe = "order.toml"
 start = "denoiser"
 set = ["order.denoiser_rate=1e-4"]
 
+[[train]]
+name = "continued"
+recipe = "denoiser.toml"
+start = "denoiser"
+set = ["denoise.batch=8", "denoise.learning_rate=1e-4"]
+
+[[train]]
+name = "shared"
+recipe = "order.toml"
+start = "denoiser"
+baseline = "continued"
+set = ["order.denoiser_rate=1e-4", "order.budget=3"]
+seeds = [0, 1]
+
 [[evaluate]]
 split = "new-numbers-dev"
 examples = 6
@@ -78,8 +92,9 @@ steps = [1, 4]
 split = "test"
 examples = 2
 """
-FIRST = ["denoiser", "frozen-seed0", "frozen-seed1", "joint"]
-LATER = ["frozen-seed0", "frozen-seed1", "denoiser", "denoiser/others", "joint"]
+FIRST = ["denoiser", "frozen-seed0", "frozen-seed1", "joint", "continued", "shared-seed0", "shared-seed1"]
+ELSEWHERE = ["frozen-seed0", "frozen-seed1", "shared-seed0", "shared-seed1"]  # orders whose rivals another run has
+LATER = [*ELSEWHERE, "denoiser", "denoiser/others", "joint", "continued"]
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +128,9 @@ def reproduction(folder, out, ran=None, fail_at=None, **values):
 
 def test_stages_in_order(study):
     names = [stage.name for stage in reproduction(study, study / "nowhere").stages()]
-    assert names[:4] == FIRST
-    assert names[4:9] == [f"new-numbers-dev/{name}" for name in LATER]
-    assert names[9:] == [f"test/{name}" for name in LATER if name != "denoiser/others"]
+    assert names[:7] == FIRST
+    assert names[7:15] == [f"new-numbers-dev/{name}" for name in LATER]
+    assert names[15:] == [f"test/{name}" for name in LATER if name != "denoiser/others"]
 
 
 def test_what_it_writes(study):
@@ -133,7 +148,9 @@ def test_what_it_writes(study):
 
 
 def test_the_records_tell_runs_and_splits_apart(study):
-    plain, frozen0, frozen1, joint = (read_records(study / "runs" / run / "results.jsonl") for run in FIRST)
+    plain, frozen0, frozen1, joint, continued, *shared = (
+        read_records(study / "runs" / run / "results.jsonl") for run in FIRST
+    )
     denoiser = plain[0].denoiser
     assert {record.split for record in plain} == {"new-numbers-dev", "test"}
     assert {record.denoiser for record in plain} == {denoiser}
@@ -149,6 +166,18 @@ def test_the_records_tell_runs_and_splits_apart(study):
     assert {record.plain_denoiser for record in learned} == rivals
     assert denoiser not in rivals | {learned[0].denoiser}
     assert all(r.score <= r.score_flexible <= 1 for r in [*plain, *joint])
+    assert {record.trained_budget for record in continued} == {None}
+    (baseline,) = {record.denoiser for record in continued}
+    assert baseline not in rivals | {denoiser}, "the other joint order trained its own"
+    for seed, records in enumerate(shared):
+        assert [(r.policy, r.split, r.trained_seed, r.trained_budget) for r in records] == [
+            ("learned", split, seed, 3) for split in ("new-numbers-dev", "test")
+        ]
+        assert {r.plain_denoiser for r in records} == {baseline}
+        assert baseline not in {r.denoiser for r in records}
+    for run in ("shared-seed0", "shared-seed1"):
+        stages = {line["stage"] for line in json_lines(study / "runs" / run / "metrics.jsonl")}
+        assert stages == {"order"}, "no baseline of its own"
 
 
 def test_of_the_other_rules_only_one_is_left_on_later_splits(study):
@@ -188,7 +217,10 @@ def test_the_gains_hold_both_seeds(study):
     assert all(gain.seeds == [0, 1] and gain.trained_budget == 2 for gain in frozen)
     for split in ("new-numbers-dev", "test"):
         assert [gain.split for gain in frozen if gain.best].count(split) == 1
-        assert [gain.split for gain in gains if gain.joint and gain.best].count(split) == 1
+        joint = [
+            (gain.trained_budget, gain.seeds) for gain in gains if gain.joint and gain.best and gain.split == split
+        ]
+        assert sorted(joint) == [(2, [0]), (3, [0, 1])]
 
 
 def test_what_is_done_is_not_done_again(study):
@@ -270,9 +302,9 @@ def test_on_the_command_line(study, tmp_path, call, refused):  # noqa: F811
     assert code == 0
     assert not (tmp_path / "runs").exists()
     commands = [shlex.split(line) for line in text.splitlines()]
-    assert len(commands) == 13
+    assert len(commands) == 22
     assert all(command[0] == "unmask" for command in commands)
-    assert [command for command in commands if BEST_OTHER in command] == commands[11:], "on test, all but the orders"
+    assert [command for command in commands if BEST_OTHER in command] == commands[19:], "on test, all but the orders"
     code, text, err = call(*commands[0][1:])
     assert code == 0, err
     code, text, err = call(*words, *sets, "--stage", "denoiser")
@@ -296,6 +328,11 @@ def test_on_the_command_line(study, tmp_path, call, refused):  # noqa: F811
 
 WRONG = {
     "twice": ('name = "joint"', 'name = "frozen"', "two stages are called 'frozen'"),
+    "no such baseline": (
+        'baseline = "con',
+        'baseline = "dis',
+        "shared has the baseline 'distinued', which is no run bef",
+    ),
     "no such start": ('start = "denoiser"', 'start = "denoisr"', "starts from 'denoisr', which is no run before it"),
     "unknown key": ("others =", "other =", "unknown key 'other'; did you mean 'others'?"),
     "not TOML": ("[[train]]", "[[train", "is not valid TOML"),
@@ -316,9 +353,25 @@ def test_orders_that_would_be_taken_for_seeds_of_one_are_refused(study, tmp_path
         (tmp_path / f"{name}.toml").write_text((study / f"{name}.toml").read_text())
     (tmp_path / "study.toml").write_text(STUDY)
     assert "frozen-seed0 and frozen-seed1 have the same budget and the same seed" in refused(*words, "--set", "seed=3")
-    (tmp_path / "study.toml").write_text(STUDY.replace("order.denoiser_rate=1e-4", "order.tau=0.2"))
+    (tmp_path / "study.toml").write_text(STUDY.replace("order.denoiser_rate=1e-4", "order.tau=0.2", 1))
     assert "frozen-seed0 and joint have the same budget and the same seed: set another model.label" in refused(*words)
     assert call(*words, "--set", "joint:model.label=warm")[0] == 0
+
+
+def test_a_baseline_that_does_not_fit_its_orders_is_refused_at_once(study, refused):  # noqa: F811
+    words = ["reproduce", study / "study.toml", "--out", study / "nowhere", "--dry-run", "--set"]
+    said = refused(*words, "shared-seed1:order.updates=9")
+    assert "continued has denoise.updates = 2, but as the baseline of shared-seed1 it must have 9" in said
+    assert "continued is for denoiser_rate > 0" in refused(*words, "shared:order.denoiser_rate=0.0")
+    path = study / "started.toml"
+    path.write_text(
+        STUDY.replace(
+            'name = "continued"\nrecipe = "denoiser.toml"\nstart = "denoiser"',
+            'name = "continued"\nrecipe = "denoiser.toml"',
+        )
+    )
+    words[1] = path
+    assert "shared-seed0 and its baseline continued must start from the same run" in refused(*words[:-1])
 
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "recipes" / "studies").glob("*.toml")), ids=str)

@@ -593,8 +593,9 @@ def _evaluate_run(
     from unmask.comparison import Result
     from unmask.decoding.policies import NetworkPolicy
     from unmask.evaluation import evaluate as evaluate_policy
-    from unmask.evaluation import policy_named, response_sizes, weights_hash
+    from unmask.evaluation import policy_named, response_sizes
     from unmask.jsonl import append_jsonl
+    from unmask.models.order_model import weights_hash
     from unmask.processes import Processes
     from unmask.report import read_orders, read_records, table
     from unmask.tasks.task import held_out_split
@@ -850,7 +851,7 @@ def _title(run: Path, task: Task) -> str:
 def _caption(recipe: Recipe, records: list[Record]) -> str:
     """Which denoiser each rule ran on, and how tokens were chosen."""
     from unmask.evaluation import Record
-    from unmask.training.run import continued
+    from unmask.training.recipe import continued
 
     tokens = f"Tokens sampled at temperature {_values(records, 'temperature')}"
     for field, what in (("top_p", "top-p"), ("top_k", "top-k"), ("guidance", "guidance")):

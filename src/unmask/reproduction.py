@@ -4,7 +4,8 @@ A study is a TOML file:
 
 policies, others       heuristics; of the others only the best joins in after the first split, where it is chosen
 bf16                   evaluate with the denoiser's trunk in bfloat16
-[[train]]              a run for each seed: `recipe` with the overrides `set`, from the run that `start` names
+[[train]]              a run for each seed: `recipe` with the overrides `set`, from the run that `start` names; a joint
+                       order beside the run that `baseline` names, or beside one of its own
 [[evaluate]]           a held-out split: every order, and every heuristic at the steps that the orders take
 
 OUT/RUN/                            the folder of a run
@@ -31,7 +32,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from unmask.jsonl import append_jsonl, read_jsonl
 from unmask.suggest import did_you_mean
-from unmask.training.recipe import Recipe, RecipeError, build, differences, load_recipe, recipe_folder
+from unmask.training.recipe import (
+    Recipe,
+    RecipeError,
+    build,
+    differences,
+    load_recipe,
+    not_continued,
+    recipe_folder,
+)
 
 if TYPE_CHECKING:
     from unmask.comparison import Result
@@ -48,6 +57,7 @@ class Training:
     name: str
     recipe: str  # a name, or a file beside the study's
     start: str = ""  # the name of an earlier one, whose denoiser it starts from
+    baseline: str = ""  # of a joint order: the name of an earlier one, which is that denoiser plainly trained on
     set: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()  # none: the recipe's own
 
@@ -81,10 +91,11 @@ class Study:
         if twice := [name for name in stages if stages.count(name) > 1]:
             raise ValueError(f"two stages are called {twice[0]!r}")
         for place, training in enumerate(self.train):
-            if training.start and training.start not in names[:place]:
-                raise ValueError(f"{training.name} starts from {training.start!r}, which is no run before it")
-            if training.start and self.train[names.index(training.start)].seeds:
-                raise ValueError(f"{training.name} starts from {training.start!r}, which has several seeds")
+            for what, name in (("starts from", training.start), ("has the baseline", training.baseline)):
+                if name and name not in names[:place]:
+                    raise ValueError(f"{training.name} {what} {name!r}, which is no run before it")
+                if name and self.train[names.index(name)].seeds:
+                    raise ValueError(f"{training.name} {what} {name!r}, which has several seeds")
 
 
 class Stage(NamedTuple):
@@ -166,6 +177,7 @@ class Reproduction:
             beside = path.parent / training.recipe
             name = str(beside) if beside.is_file() else training.recipe
             start = [f"init={out / training.start}"] if training.start else []
+            start += [f"order.continued={out / training.baseline}"] if training.baseline else []
             for run, seed in training.runs():
                 own = [value for whose, value in given if whose in ("", run, training.name)]
                 self.recipes[run] = (name, [*start, *training.set, *seed, *own])
@@ -174,6 +186,7 @@ class Reproduction:
         if unknown := [whose for whose, _ in given if whose not in known]:
             raise ValueError(f"--set: no run {unknown[0]!r}; {_instead(unknown[0], known)}")
         self._check_orders()
+        self._check_baselines()
 
     def _check_orders(self) -> None:
         """Refuse orders whose records nothing would tell apart: they would be taken for seeds of one order."""
@@ -190,6 +203,18 @@ class Reproduction:
                     "them, or their records could not be told apart"
                 )
             found[key] = run
+
+    def _check_baselines(self) -> None:
+        """Refuse a baseline that is trained otherwise than its orders need before anything is trained."""
+        for run, training in self.training.items():
+            if not training.baseline:
+                continue
+            if self.training[training.baseline].start != training.start:
+                raise ValueError(f"{run} and its baseline {training.baseline} must start from the same run")
+            for key, has, needed in not_continued(self._recipe(training.baseline), self._recipe(run)):
+                raise ValueError(
+                    f"{training.baseline} has {key} = {has!r}, but as the baseline of {run} it must have {needed!r}"
+                )
 
     # --- what there is to do ------------------------------------------------------------------------------------------
 
@@ -227,19 +252,26 @@ class Reproduction:
     def _evaluate(self, split: Split, runs: Sequence[str]) -> list[Stage]:
         """Orders first: the heuristics run at the steps that these take."""
         orders = [run for run in runs if self._recipe(run).order is not None]
-        frozen = [run for run in orders if self.training[run].start and not self._is_joint(run)]
+        denoiser = {run: self._rivals_of(run) for run in orders}
         first = split == self.study.evaluate[0]
         rules = [*self.study.policies, *([BEST_OTHER] if self.study.others and not first else [])]
-        stages = [self._evaluation(split, run, ["learned"]) for run in frozen]
-        for run in [run for run in runs if run not in frozen]:
+        elsewhere = [run for run in orders if denoiser[run] != run]
+        stages = [self._evaluation(split, run, ["learned"]) for run in elsewhere]
+        for run in [run for run in runs if run not in elsewhere]:
             if run in orders:  # it brings its own denoiser for the heuristics
                 stages.append(self._evaluation(split, run, ["learned", *rules]))
                 continue
-            against = [order for order in frozen if self.training[order].start == run]
+            against = [order for order in elsewhere if denoiser[order] == run]
             stages.append(self._evaluation(split, run, rules, split.steps, against))
-            if first and self.study.others and against:
-                stages.append(self._evaluation(split, run, self.study.others, (), against, "others"))
+            frozen = [order for order in against if not self._is_joint(order)]  # by which the best other is chosen
+            if first and self.study.others and frozen:
+                stages.append(self._evaluation(split, run, self.study.others, (), frozen, "others"))
         return stages
+
+    def _rivals_of(self, order: str) -> str:
+        """The run on whose denoiser an order's rivals are evaluated: its own, where it names no other."""
+        training = self.training[order]
+        return (training.baseline if self._is_joint(order) else training.start) or order
 
     def known(self, stage: Stage) -> Stage:
         """With the best of the other rules in the place of BEST_OTHER, once it is known."""
@@ -292,7 +324,7 @@ class Reproduction:
             self.collect()
 
     def _train_at_once(self, stages: Sequence[Stage], shown: Mapping[str, str]) -> None:
-        """The trainings, each as a process, as soon as the run that it starts from is there."""
+        """The trainings, each as a process, as soon as the runs that it starts from or needs are there."""
         from unmask.jobs import Ended, Job, run_jobs
 
         left = {}
@@ -313,7 +345,7 @@ class Reproduction:
             Job(
                 name,
                 [sys.executable, "-m", "unmask", *self._resumed(stage)],
-                frozenset([self.training[name].start]),
+                frozenset([self.training[name].start, self.training[name].baseline]),
                 self.out / "logs" / f"{name}.txt",
             )
             for name, stage in left.items()
