@@ -16,7 +16,7 @@ from unmask import cli
 from unmask.comparison import Gain
 from unmask.jsonl import read_jsonl
 from unmask.report import read_records
-from unmask.reproduction import BEST_OTHER, Reproduction, load_study
+from unmask.reproduction import BEST_OTHER, Reproduction, load_study, written
 from unmask.training.recipe import load_recipe
 
 DENOISER = """
@@ -52,6 +52,7 @@ ORDER = DENOISER.replace("[denoise]\nupdates = 2\n", "[order]\nupdates = 2\nbudg
 STUDY = """
 policies = ["iid", "top-prob"]
 others = ["entropy", "left-to-right"]
+learned_tried = ["learned(deterministic)"]
 
 [[train]]
 name = "denoiser"
@@ -157,10 +158,12 @@ def test_the_records_tell_runs_and_splits_apart(study):
     assert {record.trained_seed for record in plain} == {None}
     for seed, records in enumerate((frozen0, frozen1)):
         assert [(r.policy, r.split, r.trained_seed, r.seed) for r in records] == [
-            ("learned", split, seed, 0) for split in ("new-numbers-dev", "test")
+            ("learned", "new-numbers-dev", seed, 0),
+            ("learned(deterministic)", "new-numbers-dev", seed, 0),
+            ("learned", "test", seed, 0),
         ]
         assert {(r.model, r.denoiser, r.plain_denoiser) for r in records} == {("tiny", denoiser, denoiser)}
-        assert [(r.num_examples, r.overlong) for r in records] == [(6, 0), (2, 0)]
+        assert [(r.num_examples, r.overlong) for r in records] == [(6, 0), (6, 0), (2, 0)]
     learned = [record for record in joint if record.trained_budget is not None]
     rivals = {record.denoiser for record in joint if record.trained_budget is None}
     assert {record.plain_denoiser for record in learned} == rivals
@@ -171,7 +174,9 @@ def test_the_records_tell_runs_and_splits_apart(study):
     assert baseline not in rivals | {denoiser}, "the other joint order trained its own"
     for seed, records in enumerate(shared):
         assert [(r.policy, r.split, r.trained_seed, r.trained_budget) for r in records] == [
-            ("learned", split, seed, 3) for split in ("new-numbers-dev", "test")
+            ("learned", "new-numbers-dev", seed, 3),
+            ("learned(deterministic)", "new-numbers-dev", seed, 3),
+            ("learned", "test", seed, 3),
         ]
         assert {r.plain_denoiser for r in records} == {baseline}
         assert baseline not in {r.denoiser for r in records}
@@ -189,6 +194,20 @@ def test_of_the_other_rules_only_one_is_left_on_later_splits(study):
     assert {1, 4} < set(asked), "the steps that were asked for, and those that a comparison needs"
 
 
+def test_another_rule_is_chosen(study, tmp_path):
+    """On the first split nothing changes, and on the others it is evaluated instead."""
+    chosen = 'learned = "learned(deterministic)"\nlearned_tried = ["learned"]'
+    for path in study.glob("*.toml"):
+        (tmp_path / path.name).write_text(
+            path.read_text().replace('learned_tried = ["learned(deterministic)"]', chosen)
+        )
+    new, old = ([written(stage) for stage in reproduction(f, study / "x").stages()] for f in (tmp_path, study))
+    dev = [[line for line in lines if "evaluate" in line and "new-numbers-dev" in line] for lines in (new, old)]
+    assert dev[0] == dev[1]
+    on_test = [line for line in new if "--split test" in line and "-seed" in line.split()[2]]
+    assert [line.partition("--policy ")[2] for line in on_test] == ["'learned(deterministic)' --cpu"] * 4
+
+
 def test_the_best_of_the_other_rules(study):
     """By the mean score at the steps of the frozen orders on the first split; a rule that stops early, by its best."""
     dev = {"split": "new-numbers-dev"}
@@ -200,7 +219,9 @@ def test_the_best_of_the_other_rules(study):
     elsewhere = [result("entropy", steps, "11111111", split="test") for steps in (1, 2)]
     joint = learned(denoiser="ba9876543210", plain_denoiser=LEARNED.denoiser, steps=[1] * 8, **dev)
     whole = reproduction(study, study / "nowhere")
-    whole.evaluated = lambda: [one, two, joint, *rules, *elsewhere]
+    frozen = {"trained_budget": 2, "plain_denoiser": LEARNED.denoiser}
+    tried = result("learned(deterministic)", 2, "00000000", [1] * 8, **frozen, **dev)
+    whole.evaluated = lambda: [one, two, joint, tried, tried, *rules, *elsewhere]
     assert whole._best_other() == "left-to-right"
     whole.evaluated = lambda: [two, *rules[:2], result("left-to-right", 4, "10000000", [1] * 8, **dev)]
     assert whole._best_other() == "entropy"
@@ -210,6 +231,14 @@ def test_the_best_of_the_other_rules(study):
 
 def test_the_gains_hold_both_seeds(study):
     gains = [Gain(**row) for row in read_jsonl(study / "runs" / "results" / "study" / "gains.jsonl", Gain)]
+    tried = [gain for gain in gains if gain.policy == "learned(deterministic)"]
+    assert {gain.split for gain in tried} == {"new-numbers-dev"}
+    assert {(gain.trained_budget, gain.joint, *gain.seeds) for gain in tried} == {
+        (2, False, 0, 1),
+        (2, True, 0),
+        (3, True, 0, 1),
+    }
+    gains = [gain for gain in gains if gain.policy == "learned"]
     frozen = [gain for gain in gains if not gain.joint]
     assert {(gain.split, gain.rival) for gain in frozen} >= {
         (split, rival) for split in ("new-numbers-dev", "test") for rival in ("iid", "top-prob")
@@ -335,6 +364,11 @@ WRONG = {
     ),
     "no such start": ('start = "denoiser"', 'start = "denoisr"', "starts from 'denoisr', which is no run before it"),
     "unknown key": ("others =", "other =", "unknown key 'other'; did you mean 'others'?"),
+    "no learned rule": (
+        'learned_tried = ["learned(d',
+        'learned_tried = ["margin", "l(',
+        "'margin' is no learned order",
+    ),
     "not TOML": ("[[train]]", "[[train", "is not valid TOML"),
 }
 

@@ -188,6 +188,21 @@ def test_what_a_plot_shows():
     assert shown["learned, joint"] == [0.3]
 
 
+def test_rules_of_one_order_are_not_mixed_up(folder):
+    """The same order decoded in another way has rows, a mean, a gain and a line of its own."""
+    other = {"policy": "learned(deterministic)"}
+    append_jsonl(folder / "small.jsonl", [record(seed=seed, score=0.2, **other) for seed in (0, 1)])
+    append_jsonl(folder / "small" / "gains.jsonl", [gain(score=0.2, seed_gains=[-0.25, -0.25], **other)])
+    (study,) = read_results(folder)
+    found = rows(tables([study], "plots"))
+    own = [row for row in found if "learned(deterministic)" in row[0] and len(row) == 10]
+    assert [row[5] for row in own] == ["20.0", "20.0", "**20.0**"]
+    assert [row[-1] for row in own[:2]] == ["-25.0", "-25.0"]
+    assert [row[-1] for row in found if row[:3] == ["frozen", "5", "0"]] == ["+3.4"]
+    shown = {line.label: len(line.records) for line in lines([r for r in study.records if r.split == "new-numbers"])}
+    assert (shown["learned, frozen"], shown["learned(deterministic), frozen"]) == (3, 2)
+
+
 def test_only_what_is_between_the_marks_is_replaced(folder, tmp_path, call, refused):  # noqa: F811
     page = tmp_path / "docs" / "results.md"
     page.parent.mkdir()

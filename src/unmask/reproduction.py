@@ -3,6 +3,8 @@
 A study is a TOML file:
 
 policies, others       heuristics; of the others only the best joins in after the first split, where it is chosen
+learned                how the orders decode, such as "learned(deterministic)"; chosen on the first split among this and
+learned_tried          these, which are evaluated there only
 bf16                   evaluate with the denoiser's trunk in bfloat16
 [[train]]              a run for each seed: `recipe` with the overrides `set`, from the run that `start` names; a joint
                        order beside the run that `baseline` names, or beside one of its own
@@ -28,7 +30,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from unmask.jsonl import append_jsonl, read_jsonl
 from unmask.suggest import did_you_mean
@@ -83,9 +85,13 @@ class Study:
     evaluate: tuple[Split, ...] = ()
     policies: tuple[str, ...] = ("iid", "top-prob", "margin")
     others: tuple[str, ...] = ()
+    learned: str = "learned"
+    learned_tried: tuple[str, ...] = ()
     bf16: bool = False
 
     def __post_init__(self) -> None:
+        for rule in (self.learned, *self.learned_tried):
+            _learned_name(rule)
         names = [training.name for training in self.train]
         stages = [*names, *(split.split for split in self.evaluate)]
         if twice := [name for name in stages if stages.count(name) > 1]:
@@ -256,10 +262,12 @@ class Reproduction:
         first = split == self.study.evaluate[0]
         rules = [*self.study.policies, *([BEST_OTHER] if self.study.others and not first else [])]
         elsewhere = [run for run in orders if denoiser[run] != run]
-        stages = [self._evaluation(split, run, ["learned"]) for run in elsewhere]
+        # Sorted: whichever of them is chosen, on the first split the commands stay the same.
+        learned = sorted({self.study.learned, *self.study.learned_tried}) if first else [self.study.learned]
+        stages = [self._evaluation(split, run, learned) for run in elsewhere]
         for run in [run for run in runs if run not in elsewhere]:
             if run in orders:  # it brings its own denoiser for the heuristics
-                stages.append(self._evaluation(split, run, ["learned", *rules]))
+                stages.append(self._evaluation(split, run, [*learned, *rules]))
                 continue
             against = [order for order in elsewhere if denoiser[order] == run]
             stages.append(self._evaluation(split, run, rules, split.steps, against))
@@ -468,12 +476,12 @@ class Reproduction:
         from unmask.comparison import at_equal_steps, curves, rivals
         from unmask.decoding.policies import parse_policy
 
-        first = self.study.evaluate[0]
+        first, chosen = self.study.evaluate[0], _learned_name(self.study.learned)
         results = [result for result in self.evaluated() if result.record.split == first.split]
         scores: dict[str, list[float]] = {}
         for learned in results:
             record = learned.record
-            if record.trained_budget is None or record.plain_denoiser != record.denoiser:
+            if record.policy != chosen or record.plain_denoiser != record.denoiser:
                 continue
             for curve in curves(rivals(record, results)):
                 equal = at_equal_steps(learned.mean_steps, curve).score
@@ -483,6 +491,16 @@ class Reproduction:
         names = {parse_policy(rule).name for rule in self.study.others}
         known = {rule: sum(found) / len(found) for rule, found in scores.items() if rule in names}
         return max(known, key=lambda rule: known[rule]) if known else None
+
+
+def _learned_name(rule: str) -> str:
+    """The name of a form of the learned rule, as records have it."""
+    from unmask.decoding.policies import Learned, parse_policy
+
+    parsed = parse_policy(rule, network=cast(Any, object()))
+    if not isinstance(parsed, Learned):
+        raise ValueError(f"{rule!r} is no learned order: write learned, or learned(deterministic)")
+    return parsed.name
 
 
 def _addressed(override: str) -> tuple[str, str]:

@@ -299,7 +299,7 @@ def lines(records: Sequence[Record]) -> list[Line]:
     found = []
     for rule in sorted({record.policy for record in shared}):
         found.append(Line(_called(rule), [record for record in shared if record.policy == rule]))
-    for kind in sorted({_kind(record) for record in learned}):
-        own = [record for record in learned if _kind(record) == kind]
-        found.append(Line(f"learned, {kind}", own))
+    for rule, joint in sorted({(record.policy, _is_joint(record)) for record in learned}):
+        own = [record for record in learned if (record.policy, _is_joint(record)) == (rule, joint)]
+        found.append(Line(f"{rule}, {'joint' if joint else 'frozen'}", own))
     return found
