@@ -347,7 +347,8 @@ class Reproduction:
 
         def ended(job: Job, how: Ended) -> None:
             self._note(left[job.name], how.code == 0, how.started, how.seconds, self.jobs)
-            self.say(f"{shown[job.name]}: {'done in' if how.code == 0 else 'ended after'} {how.seconds:.0f} s")
+            said = {0: "done in", 75: "stopped after"}.get(how.code, "failed after")
+            self.say(f"{shown[job.name]}: {said} {how.seconds:.0f} s")
 
         jobs = [
             Job(
