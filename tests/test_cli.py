@@ -18,7 +18,7 @@ from unmask.cli import main, verdict
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import RULES, Decision, check_policy
 from unmask.decoding.policies.rule import highest
-from unmask.evaluation import weights_hash
+from unmask.models.order_model import weights_hash
 from unmask.report import read_records
 from unmask.tasks.groups import Groups
 from unmask.training import recipe as recipe_module

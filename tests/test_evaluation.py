@@ -32,9 +32,9 @@ from unmask.evaluation import (
     evaluate_bound,
     policy_named,
     revision,
-    weights_hash,
     wilson_interval,
 )
+from unmask.models.order_model import weights_hash
 from unmask.tasks.chain import Chain
 from unmask.tasks.groups import Groups
 from unmask.tasks.latin_square import LatinSquare

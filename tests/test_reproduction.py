@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from unmask import cli
 from unmask.comparison import Gain
 from unmask.jsonl import read_jsonl
 from unmask.report import read_records
-from unmask.reproduction import BEST_OTHER, Reproduction, load_study
+from unmask.reproduction import BEST_OTHER, Reproduction, load_study, written
 from unmask.training.recipe import load_recipe
 
 DENOISER = """
@@ -51,6 +52,7 @@ ORDER = DENOISER.replace("[denoise]\nupdates = 2\n", "[order]\nupdates = 2\nbudg
 STUDY = """
 policies = ["iid", "top-prob"]
 others = ["entropy", "left-to-right"]
+learned_tried = ["learned(deterministic)"]
 
 [[train]]
 name = "denoiser"
@@ -68,6 +70,20 @@ recipe = "order.toml"
 start = "denoiser"
 set = ["order.denoiser_rate=1e-4"]
 
+[[train]]
+name = "continued"
+recipe = "denoiser.toml"
+start = "denoiser"
+set = ["denoise.batch=8", "denoise.learning_rate=1e-4"]
+
+[[train]]
+name = "shared"
+recipe = "order.toml"
+start = "denoiser"
+baseline = "continued"
+set = ["order.denoiser_rate=1e-4", "order.budget=3"]
+seeds = [0, 1]
+
 [[evaluate]]
 split = "new-numbers-dev"
 examples = 6
@@ -77,8 +93,9 @@ steps = [1, 4]
 split = "test"
 examples = 2
 """
-FIRST = ["denoiser", "frozen-seed0", "frozen-seed1", "joint"]
-LATER = ["frozen-seed0", "frozen-seed1", "denoiser", "denoiser/others", "joint"]
+FIRST = ["denoiser", "frozen-seed0", "frozen-seed1", "joint", "continued", "shared-seed0", "shared-seed1"]
+ELSEWHERE = ["frozen-seed0", "frozen-seed1", "shared-seed0", "shared-seed1"]  # orders whose rivals another run has
+LATER = [*ELSEWHERE, "denoiser", "denoiser/others", "joint", "continued"]
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +129,9 @@ def reproduction(folder, out, ran=None, fail_at=None, **values):
 
 def test_stages_in_order(study):
     names = [stage.name for stage in reproduction(study, study / "nowhere").stages()]
-    assert names[:4] == FIRST
-    assert names[4:9] == [f"new-numbers-dev/{name}" for name in LATER]
-    assert names[9:] == [f"test/{name}" for name in LATER if name != "denoiser/others"]
+    assert names[:7] == FIRST
+    assert names[7:15] == [f"new-numbers-dev/{name}" for name in LATER]
+    assert names[15:] == [f"test/{name}" for name in LATER if name != "denoiser/others"]
 
 
 def test_what_it_writes(study):
@@ -132,22 +149,40 @@ def test_what_it_writes(study):
 
 
 def test_the_records_tell_runs_and_splits_apart(study):
-    plain, frozen0, frozen1, joint = (read_records(study / "runs" / run / "results.jsonl") for run in FIRST)
+    plain, frozen0, frozen1, joint, continued, *shared = (
+        read_records(study / "runs" / run / "results.jsonl") for run in FIRST
+    )
     denoiser = plain[0].denoiser
     assert {record.split for record in plain} == {"new-numbers-dev", "test"}
     assert {record.denoiser for record in plain} == {denoiser}
     assert {record.trained_seed for record in plain} == {None}
     for seed, records in enumerate((frozen0, frozen1)):
         assert [(r.policy, r.split, r.trained_seed, r.seed) for r in records] == [
-            ("learned", split, seed, 0) for split in ("new-numbers-dev", "test")
+            ("learned", "new-numbers-dev", seed, 0),
+            ("learned(deterministic)", "new-numbers-dev", seed, 0),
+            ("learned", "test", seed, 0),
         ]
         assert {(r.model, r.denoiser, r.plain_denoiser) for r in records} == {("tiny", denoiser, denoiser)}
-        assert [(r.num_examples, r.overlong) for r in records] == [(6, 0), (2, 0)]
+        assert [(r.num_examples, r.overlong) for r in records] == [(6, 0), (6, 0), (2, 0)]
     learned = [record for record in joint if record.trained_budget is not None]
     rivals = {record.denoiser for record in joint if record.trained_budget is None}
     assert {record.plain_denoiser for record in learned} == rivals
     assert denoiser not in rivals | {learned[0].denoiser}
     assert all(r.score <= r.score_flexible <= 1 for r in [*plain, *joint])
+    assert {record.trained_budget for record in continued} == {None}
+    (baseline,) = {record.denoiser for record in continued}
+    assert baseline not in rivals | {denoiser}, "the other joint order trained its own"
+    for seed, records in enumerate(shared):
+        assert [(r.policy, r.split, r.trained_seed, r.trained_budget) for r in records] == [
+            ("learned", "new-numbers-dev", seed, 3),
+            ("learned(deterministic)", "new-numbers-dev", seed, 3),
+            ("learned", "test", seed, 3),
+        ]
+        assert {r.plain_denoiser for r in records} == {baseline}
+        assert baseline not in {r.denoiser for r in records}
+    for run in ("shared-seed0", "shared-seed1"):
+        stages = {line["stage"] for line in json_lines(study / "runs" / run / "metrics.jsonl")}
+        assert stages == {"order"}, "no baseline of its own"
 
 
 def test_of_the_other_rules_only_one_is_left_on_later_splits(study):
@@ -157,6 +192,20 @@ def test_of_the_other_rules_only_one_is_left_on_later_splits(study):
     assert by_split["test"] in ({"iid", "top-prob", "entropy"}, {"iid", "top-prob", "left-to-right"})
     asked = [r.budget for r in plain if r.policy == "top-prob" and r.split == "new-numbers-dev"]
     assert {1, 4} < set(asked), "the steps that were asked for, and those that a comparison needs"
+
+
+def test_another_rule_is_chosen(study, tmp_path):
+    """On the first split nothing changes, and on the others it is evaluated instead."""
+    chosen = 'learned = "learned(deterministic)"\nlearned_tried = ["learned"]'
+    for path in study.glob("*.toml"):
+        (tmp_path / path.name).write_text(
+            path.read_text().replace('learned_tried = ["learned(deterministic)"]', chosen)
+        )
+    new, old = ([written(stage) for stage in reproduction(f, study / "x").stages()] for f in (tmp_path, study))
+    dev = [[line for line in lines if "evaluate" in line and "new-numbers-dev" in line] for lines in (new, old)]
+    assert dev[0] == dev[1]
+    on_test = [line for line in new if "--split test" in line and "-seed" in line.split()[2]]
+    assert [line.partition("--policy ")[2] for line in on_test] == ["'learned(deterministic)' --cpu"] * 4
 
 
 def test_the_best_of_the_other_rules(study):
@@ -170,7 +219,9 @@ def test_the_best_of_the_other_rules(study):
     elsewhere = [result("entropy", steps, "11111111", split="test") for steps in (1, 2)]
     joint = learned(denoiser="ba9876543210", plain_denoiser=LEARNED.denoiser, steps=[1] * 8, **dev)
     whole = reproduction(study, study / "nowhere")
-    whole.evaluated = lambda: [one, two, joint, *rules, *elsewhere]
+    frozen = {"trained_budget": 2, "plain_denoiser": LEARNED.denoiser}
+    tried = result("learned(deterministic)", 2, "00000000", [1] * 8, **frozen, **dev)
+    whole.evaluated = lambda: [one, two, joint, tried, tried, *rules, *elsewhere]
     assert whole._best_other() == "left-to-right"
     whole.evaluated = lambda: [two, *rules[:2], result("left-to-right", 4, "10000000", [1] * 8, **dev)]
     assert whole._best_other() == "entropy"
@@ -180,6 +231,14 @@ def test_the_best_of_the_other_rules(study):
 
 def test_the_gains_hold_both_seeds(study):
     gains = [Gain(**row) for row in read_jsonl(study / "runs" / "results" / "study" / "gains.jsonl", Gain)]
+    tried = [gain for gain in gains if gain.policy == "learned(deterministic)"]
+    assert {gain.split for gain in tried} == {"new-numbers-dev"}
+    assert {(gain.trained_budget, gain.joint, *gain.seeds) for gain in tried} == {
+        (2, False, 0, 1),
+        (2, True, 0),
+        (3, True, 0, 1),
+    }
+    gains = [gain for gain in gains if gain.policy == "learned"]
     frozen = [gain for gain in gains if not gain.joint]
     assert {(gain.split, gain.rival) for gain in frozen} >= {
         (split, rival) for split in ("new-numbers-dev", "test") for rival in ("iid", "top-prob")
@@ -187,7 +246,10 @@ def test_the_gains_hold_both_seeds(study):
     assert all(gain.seeds == [0, 1] and gain.trained_budget == 2 for gain in frozen)
     for split in ("new-numbers-dev", "test"):
         assert [gain.split for gain in frozen if gain.best].count(split) == 1
-        assert [gain.split for gain in gains if gain.joint and gain.best].count(split) == 1
+        joint = [
+            (gain.trained_budget, gain.seeds) for gain in gains if gain.joint and gain.best and gain.split == split
+        ]
+        assert sorted(joint) == [(2, [0]), (3, [0, 1])]
 
 
 def test_what_is_done_is_not_done_again(study):
@@ -215,6 +277,28 @@ def test_it_goes_on_where_it_stopped(study, tmp_path):
         ("frozen-seed1", True),
     ]
     assert read_records(out / "frozen-seed1" / "results.jsonl")[0] in read_records(out / "results" / "study.jsonl")
+
+
+def test_trainings_at_once(study, tmp_path):
+    """The same runs as one after another, to the last bit, each by a process of its own; evaluations are done here."""
+    out, said, ran = tmp_path / "runs", [], []
+    shutil.copytree(study / "runs" / "denoiser", out / "denoiser")
+    reproduction(study, out, ran, say=said.append, jobs=2).run(["denoiser", "frozen", "new-numbers-dev"])
+    assert {arguments[0] for arguments in ran} == {"evaluate"}
+    assert said[0] == "[1/7] denoiser: done before"
+    assert said[1].startswith("[2/7] frozen-seed0: unmask train ")
+    assert sorted(line.rpartition(" ")[0].rpartition(" ")[0] for line in said[3:5]) == [
+        f"[{number}/7] frozen-seed{number - 2}: done in" for number in (2, 3)
+    ]
+    first, second, *later = json_lines(out / "results" / "study" / "stages.jsonl")
+    assert [(stage["finished"], stage["jobs"]) for stage in (first, second)] == [(True, 2)] * 2
+    first_end = min(stage["started"] + stage["seconds"] for stage in (first, second))
+    assert first_end > max(first["started"], second["started"])
+    assert {stage["jobs"] for stage in later} == {1}
+    for run in ("frozen-seed0", "frozen-seed1"):
+        model = f"{run}/model.safetensors"
+        assert (out / model).read_bytes() == (study / "runs" / model).read_bytes()
+        assert (out / "logs" / f"{run}.txt").read_text().count("model: ") == 1
 
 
 def test_a_changed_model_is_evaluated_anew(study, tmp_path):
@@ -247,9 +331,9 @@ def test_on_the_command_line(study, tmp_path, call, refused):  # noqa: F811
     assert code == 0
     assert not (tmp_path / "runs").exists()
     commands = [shlex.split(line) for line in text.splitlines()]
-    assert len(commands) == 13
+    assert len(commands) == 22
     assert all(command[0] == "unmask" for command in commands)
-    assert [command for command in commands if BEST_OTHER in command] == commands[11:], "on test, all but the orders"
+    assert [command for command in commands if BEST_OTHER in command] == commands[19:], "on test, all but the orders"
     code, text, err = call(*commands[0][1:])
     assert code == 0, err
     code, text, err = call(*words, *sets, "--stage", "denoiser")
@@ -273,8 +357,18 @@ def test_on_the_command_line(study, tmp_path, call, refused):  # noqa: F811
 
 WRONG = {
     "twice": ('name = "joint"', 'name = "frozen"', "two stages are called 'frozen'"),
+    "no such baseline": (
+        'baseline = "con',
+        'baseline = "dis',
+        "shared has the baseline 'distinued', which is no run bef",
+    ),
     "no such start": ('start = "denoiser"', 'start = "denoisr"', "starts from 'denoisr', which is no run before it"),
     "unknown key": ("others =", "other =", "unknown key 'other'; did you mean 'others'?"),
+    "no learned rule": (
+        'learned_tried = ["learned(d',
+        'learned_tried = ["margin", "l(',
+        "'margin' is no learned order",
+    ),
     "not TOML": ("[[train]]", "[[train", "is not valid TOML"),
 }
 
@@ -293,9 +387,25 @@ def test_orders_that_would_be_taken_for_seeds_of_one_are_refused(study, tmp_path
         (tmp_path / f"{name}.toml").write_text((study / f"{name}.toml").read_text())
     (tmp_path / "study.toml").write_text(STUDY)
     assert "frozen-seed0 and frozen-seed1 have the same budget and the same seed" in refused(*words, "--set", "seed=3")
-    (tmp_path / "study.toml").write_text(STUDY.replace("order.denoiser_rate=1e-4", "order.tau=0.2"))
+    (tmp_path / "study.toml").write_text(STUDY.replace("order.denoiser_rate=1e-4", "order.tau=0.2", 1))
     assert "frozen-seed0 and joint have the same budget and the same seed: set another model.label" in refused(*words)
     assert call(*words, "--set", "joint:model.label=warm")[0] == 0
+
+
+def test_a_baseline_that_does_not_fit_its_orders_is_refused_at_once(study, refused):  # noqa: F811
+    words = ["reproduce", study / "study.toml", "--out", study / "nowhere", "--dry-run", "--set"]
+    said = refused(*words, "shared-seed1:order.updates=9")
+    assert "continued has denoise.updates = 2, but as the baseline of shared-seed1 it must have 9" in said
+    assert "continued is for denoiser_rate > 0" in refused(*words, "shared:order.denoiser_rate=0.0")
+    path = study / "started.toml"
+    path.write_text(
+        STUDY.replace(
+            'name = "continued"\nrecipe = "denoiser.toml"\nstart = "denoiser"',
+            'name = "continued"\nrecipe = "denoiser.toml"',
+        )
+    )
+    words[1] = path
+    assert "shared-seed0 and its baseline continued must start from the same run" in refused(*words[:-1])
 
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "recipes" / "studies").glob("*.toml")), ids=str)

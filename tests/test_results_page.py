@@ -10,7 +10,7 @@ from tests.test_report import LEARNED
 from unmask.comparison import Gain
 from unmask.jsonl import append_jsonl
 from unmask.reproduction import Done
-from unmask.results_page import BEGIN, END, lines, read_results, tables, write_page
+from unmask.results_page import BEGIN, END, lines, read_results, tables, wall_seconds, write_page
 
 ROOT = Path(__file__).parents[1]
 PLAIN, ALONG, FURTHER = "0123456789ab", "ba9876543210", "feedfeedfeed"
@@ -67,12 +67,19 @@ def gain(rival="top-prob", best=True, T=5, joint=False, **values):
 
 
 GAINS = [gain(), gain("entropy", best=False, gain=-0.01, low=-0.02, high=0.0)]
+
+
+def done(stage, started, seconds, finished=True, jobs=1):
+    return Done(stage, "unmask ...", finished, started, seconds, jobs, "H200", "2", "", "")
+
+
 DONE = [
-    Done("denoiser", "unmask train x", True, 600.0, "H200", "2", "", ""),
-    Done("frozen-t5-seed0", "unmask train y", False, 30.0, "H200", "2", "", ""),
-    Done("frozen-t5-seed0", "unmask train y", True, 90.0, "H200", "2", "", ""),
-    Done("frozen-t5-seed1", "unmask train y", True, 120.0, "H200", "2", "", ""),
-    Done("new-numbers/denoiser", "unmask evaluate x", True, 60.0, "H200", "2", "", ""),
+    done("denoiser", 1000.0, 600.0),
+    done("frozen-t5-seed0", 1600.0, 30.0, finished=False, jobs=2),
+    done("frozen-t5-seed0", 9000.0, 90.0, jobs=2),
+    done("frozen-t5-seed1", 9030.0, 120.0, jobs=2),  # 60 seconds of it beside the one before
+    done("frozen-t10-seed0", 9120.0, 60.0, jobs=2),  # 30 beside the one before
+    done("new-numbers/denoiser", 9180.0, 60.0),
 ]
 
 
@@ -152,13 +159,23 @@ def test_a_run_is_no_folder_of_records(folder, refused, tmp_path):  # noqa: F811
 
 
 def test_the_wall_time_of_all_attempts(folder):
-    found = rows(tables(read_results(folder), "plots").split("wall time")[1])
-    assert found[2:] == [
-        ["train denoiser", "1", "10.0", "H200"],
-        ["train frozen-t5", "2", "4.0", "H200"],
-        ["evaluate new-numbers", "1", "1.0", "H200"],
-        ["**all**", "", "**15.0**", ""],
+    """Nothing that overlaps counts twice, and nothing in which nothing ran counts at all."""
+    text = tables(read_results(folder), "plots").split("wall time")[1]
+    assert rows(text)[2:] == [
+        ["train denoiser", "1", "1", "10.0", "H200"],
+        ["train frozen-t5", "2", "2", "3.0", "H200"],
+        ["train frozen-t10", "1", "2", "1.0", "H200"],
+        ["evaluate new-numbers", "1", "1", "1.0", "H200"],
+        ["**all**", "", "", "**14.5**", ""],
     ]
+    assert "the rows overlap" in text
+
+
+def test_the_union_of_intervals():
+    inside = [done("a", 0.0, 10.0), done("b", 2.0, 3.0), done("c", 6.0, 1.0), done("d", 20.0, 1.0)]
+    assert wall_seconds(inside) == 11.0
+    assert wall_seconds(inside[::-1]) == 11.0
+    assert wall_seconds([]) == 0.0
 
 
 def test_what_a_plot_shows():
@@ -169,6 +186,21 @@ def test_what_a_plot_shows():
     assert 0.45 in shown["top probability"]
     assert len(shown["top probability"]) == 3
     assert shown["learned, joint"] == [0.3]
+
+
+def test_rules_of_one_order_are_not_mixed_up(folder):
+    """The same order decoded in another way has rows, a mean, a gain and a line of its own."""
+    other = {"policy": "learned(deterministic)"}
+    append_jsonl(folder / "small.jsonl", [record(seed=seed, score=0.2, **other) for seed in (0, 1)])
+    append_jsonl(folder / "small" / "gains.jsonl", [gain(score=0.2, seed_gains=[-0.25, -0.25], **other)])
+    (study,) = read_results(folder)
+    found = rows(tables([study], "plots"))
+    own = [row for row in found if "learned(deterministic)" in row[0] and len(row) == 10]
+    assert [row[5] for row in own] == ["20.0", "20.0", "**20.0**"]
+    assert [row[-1] for row in own[:2]] == ["-25.0", "-25.0"]
+    assert [row[-1] for row in found if row[:3] == ["frozen", "5", "0"]] == ["+3.4"]
+    shown = {line.label: len(line.records) for line in lines([r for r in study.records if r.split == "new-numbers"])}
+    assert (shown["learned, frozen"], shown["learned(deterministic), frozen"]) == (3, 2)
 
 
 def test_only_what_is_between_the_marks_is_replaced(folder, tmp_path, call, refused):  # noqa: F811

@@ -294,23 +294,36 @@ def reproduce(
         list[str] | None,
         typer.Option("--set", help="Override a value of every recipe: task.folder=DATA; of one: NAME:order.updates=9."),
     ] = None,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Trainings at once, each a process of its own, which writes to OUT/logs: for small ones on a GPU.",
+        ),
+    ] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and do nothing.")] = False,
     cpu: Cpu = False,
 ) -> None:
     """Do a whole experiment: one command a stage, each of them once.
 
     Every run, every evaluation, and their records side by side in OUT/results.  After a crash, or with more stages, the
-    same call goes on where it stopped.
+    same call goes on where it stopped.  SIGTERM while something trains saves it and exits with code 75.
     """
     from unmask.reproduction import Reproduction, load_study, written
 
     started = time.perf_counter()
-    whole = Reproduction(*load_study(study), out, set_ or [], cpu, command=_command, say=typer.echo)
+    whole = Reproduction(*load_study(study), out, set_ or [], cpu, command=_command, say=typer.echo, jobs=jobs)
     if dry_run:
         for planned in whole.stages(stage or []):
             typer.echo(written(whole.known(planned)))
         return
-    whole.run(stage or [])
+    from unmask.training.keeper import Stopped
+
+    try:
+        whole.run(stage or [])
+    except Stopped as stopped:
+        _refuse(str(stopped))
+        raise typer.Exit(75) from None
     typer.echo(f"records: {whole.records}   ({time.perf_counter() - started:.0f} s)")
 
 
@@ -580,8 +593,9 @@ def _evaluate_run(
     from unmask.comparison import Result
     from unmask.decoding.policies import NetworkPolicy
     from unmask.evaluation import evaluate as evaluate_policy
-    from unmask.evaluation import policy_named, response_sizes, weights_hash
+    from unmask.evaluation import policy_named, response_sizes
     from unmask.jsonl import append_jsonl
+    from unmask.models.order_model import weights_hash
     from unmask.processes import Processes
     from unmask.report import read_orders, read_records, table
     from unmask.tasks.task import held_out_split
@@ -837,7 +851,7 @@ def _title(run: Path, task: Task) -> str:
 def _caption(recipe: Recipe, records: list[Record]) -> str:
     """Which denoiser each rule ran on, and how tokens were chosen."""
     from unmask.evaluation import Record
-    from unmask.training.run import continued
+    from unmask.training.recipe import continued
 
     tokens = f"Tokens sampled at temperature {_values(records, 'temperature')}"
     for field, what in (("top_p", "top-p"), ("top_k", "top-k"), ("guidance", "guidance")):

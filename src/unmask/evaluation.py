@@ -20,7 +20,7 @@ from unmask.decoding.generate import Engine
 from unmask.decoding.policies import NetworkPolicy, Policy, parse_policy
 from unmask.decoding.tokens import TokenChoice
 from unmask.models.networks import Denoiser, Selector
-from unmask.models.order_model import OrderModel
+from unmask.models.order_model import OrderModel, weights_hash
 from unmask.processes import Processes
 from unmask.streams import Purpose, uniforms
 from unmask.tasks.diversity import distinct_range, sequence_codes
@@ -403,15 +403,6 @@ def _true_log_likelihood(batches: list[Tensor | None], tokens: Tensor) -> float 
 
 def _mean_and_error(values: Tensor) -> tuple[float, float]:
     return float(values.mean()), float(values.std() / math.sqrt(len(values)))
-
-
-def weights_hash(network: nn.Module) -> str:
-    """Twelve hex digits of the SHA-256 of a network's weights: two records with the same one ran the same weights."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(network.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().float().numpy().tobytes())
-    return digest.hexdigest()[:12]
 
 
 def _examples_hash(examples: Examples) -> str:

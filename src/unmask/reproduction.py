@@ -3,11 +3,15 @@
 A study is a TOML file:
 
 policies, others       heuristics; of the others only the best joins in after the first split, where it is chosen
+learned                how the orders decode, such as "learned(deterministic)"; chosen on the first split among this and
+learned_tried          these, which are evaluated there only
 bf16                   evaluate with the denoiser's trunk in bfloat16
-[[train]]              a run for each seed: `recipe` with the overrides `set`, from the run that `start` names
+[[train]]              a run for each seed: `recipe` with the overrides `set`, from the run that `start` names; a joint
+                       order beside the run that `baseline` names, or beside one of its own
 [[evaluate]]           a held-out split: every order, and every heuristic at the steps that the orders take
 
 OUT/RUN/                            the folder of a run
+OUT/logs/RUN.txt                    what its training wrote, where several are trained at once
 OUT/results/STUDY.jsonl             the records of all runs
 OUT/results/STUDY/gains.jsonl       the orders against the heuristics at equal steps, seeds together
 OUT/results/STUDY/stages.jsonl      the command, the wall time and the hardware of each stage
@@ -20,16 +24,25 @@ import gc
 import hashlib
 import shlex
 import shutil
+import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from unmask.jsonl import append_jsonl, read_jsonl
 from unmask.suggest import did_you_mean
-from unmask.training.recipe import Recipe, RecipeError, build, differences, load_recipe, recipe_folder
+from unmask.training.recipe import (
+    Recipe,
+    RecipeError,
+    build,
+    differences,
+    load_recipe,
+    not_continued,
+    recipe_folder,
+)
 
 if TYPE_CHECKING:
     from unmask.comparison import Result
@@ -46,6 +59,7 @@ class Training:
     name: str
     recipe: str  # a name, or a file beside the study's
     start: str = ""  # the name of an earlier one, whose denoiser it starts from
+    baseline: str = ""  # of a joint order: the name of an earlier one, which is that denoiser plainly trained on
     set: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()  # none: the recipe's own
 
@@ -71,18 +85,23 @@ class Study:
     evaluate: tuple[Split, ...] = ()
     policies: tuple[str, ...] = ("iid", "top-prob", "margin")
     others: tuple[str, ...] = ()
+    learned: str = "learned"
+    learned_tried: tuple[str, ...] = ()
     bf16: bool = False
 
     def __post_init__(self) -> None:
+        for rule in (self.learned, *self.learned_tried):
+            _learned_name(rule)
         names = [training.name for training in self.train]
         stages = [*names, *(split.split for split in self.evaluate)]
         if twice := [name for name in stages if stages.count(name) > 1]:
             raise ValueError(f"two stages are called {twice[0]!r}")
         for place, training in enumerate(self.train):
-            if training.start and training.start not in names[:place]:
-                raise ValueError(f"{training.name} starts from {training.start!r}, which is no run before it")
-            if training.start and self.train[names.index(training.start)].seeds:
-                raise ValueError(f"{training.name} starts from {training.start!r}, which has several seeds")
+            for what, name in (("starts from", training.start), ("has the baseline", training.baseline)):
+                if name and name not in names[:place]:
+                    raise ValueError(f"{training.name} {what} {name!r}, which is no run before it")
+                if name and self.train[names.index(name)].seeds:
+                    raise ValueError(f"{training.name} {what} {name!r}, which has several seeds")
 
 
 class Stage(NamedTuple):
@@ -101,7 +120,9 @@ class Done:
     stage: str
     command: str
     finished: bool
+    started: float  # seconds since the epoch
     seconds: float
+    jobs: int  # how many ran at once at most
     device: str
     torch: str
     revision: str
@@ -134,7 +155,10 @@ def load_study(name: str) -> tuple[Study, Path]:
 
 
 class Reproduction:
-    """A study in a folder.  `command` runs one command of the command line in this process."""
+    """A study in a folder.  `command` runs one command of the command line in this process.
+
+    With `jobs` > 1, as many trainings run at once, as processes of their own.
+    """
 
     def __init__(
         self,
@@ -145,8 +169,10 @@ class Reproduction:
         cpu: bool = False,
         command: Callable[[Command], None] = lambda arguments: None,
         say: Callable[[str], None] = lambda text: None,
+        jobs: int = 1,
     ) -> None:
         self.study, self.path, self.out, self.cpu, self.command, self.say = study, path, out, cpu, command, say
+        self.jobs = jobs
         self.records = out / "results" / f"{path.stem}.jsonl"
         self.beside = out / "results" / path.stem
         self.recipes: dict[str, tuple[str, list[str]]] = {}  # by run: the recipe's name and its overrides
@@ -157,6 +183,7 @@ class Reproduction:
             beside = path.parent / training.recipe
             name = str(beside) if beside.is_file() else training.recipe
             start = [f"init={out / training.start}"] if training.start else []
+            start += [f"order.continued={out / training.baseline}"] if training.baseline else []
             for run, seed in training.runs():
                 own = [value for whose, value in given if whose in ("", run, training.name)]
                 self.recipes[run] = (name, [*start, *training.set, *seed, *own])
@@ -165,6 +192,7 @@ class Reproduction:
         if unknown := [whose for whose, _ in given if whose not in known]:
             raise ValueError(f"--set: no run {unknown[0]!r}; {_instead(unknown[0], known)}")
         self._check_orders()
+        self._check_baselines()
 
     def _check_orders(self) -> None:
         """Refuse orders whose records nothing would tell apart: they would be taken for seeds of one order."""
@@ -181,6 +209,18 @@ class Reproduction:
                     "them, or their records could not be told apart"
                 )
             found[key] = run
+
+    def _check_baselines(self) -> None:
+        """Refuse a baseline that is trained otherwise than its orders need before anything is trained."""
+        for run, training in self.training.items():
+            if not training.baseline:
+                continue
+            if self.training[training.baseline].start != training.start:
+                raise ValueError(f"{run} and its baseline {training.baseline} must start from the same run")
+            for key, has, needed in not_continued(self._recipe(training.baseline), self._recipe(run)):
+                raise ValueError(
+                    f"{training.baseline} has {key} = {has!r}, but as the baseline of {run} it must have {needed!r}"
+                )
 
     # --- what there is to do ------------------------------------------------------------------------------------------
 
@@ -218,19 +258,28 @@ class Reproduction:
     def _evaluate(self, split: Split, runs: Sequence[str]) -> list[Stage]:
         """Orders first: the heuristics run at the steps that these take."""
         orders = [run for run in runs if self._recipe(run).order is not None]
-        frozen = [run for run in orders if self.training[run].start and not self._is_joint(run)]
+        denoiser = {run: self._rivals_of(run) for run in orders}
         first = split == self.study.evaluate[0]
         rules = [*self.study.policies, *([BEST_OTHER] if self.study.others and not first else [])]
-        stages = [self._evaluation(split, run, ["learned"]) for run in frozen]
-        for run in [run for run in runs if run not in frozen]:
+        elsewhere = [run for run in orders if denoiser[run] != run]
+        # Sorted: whichever of them is chosen, on the first split the commands stay the same.
+        learned = sorted({self.study.learned, *self.study.learned_tried}) if first else [self.study.learned]
+        stages = [self._evaluation(split, run, learned) for run in elsewhere]
+        for run in [run for run in runs if run not in elsewhere]:
             if run in orders:  # it brings its own denoiser for the heuristics
-                stages.append(self._evaluation(split, run, ["learned", *rules]))
+                stages.append(self._evaluation(split, run, [*learned, *rules]))
                 continue
-            against = [order for order in frozen if self.training[order].start == run]
+            against = [order for order in elsewhere if denoiser[order] == run]
             stages.append(self._evaluation(split, run, rules, split.steps, against))
-            if first and self.study.others and against:
-                stages.append(self._evaluation(split, run, self.study.others, (), against, "others"))
+            frozen = [order for order in against if not self._is_joint(order)]  # by which the best other is chosen
+            if first and self.study.others and frozen:
+                stages.append(self._evaluation(split, run, self.study.others, (), frozen, "others"))
         return stages
+
+    def _rivals_of(self, order: str) -> str:
+        """The run on whose denoiser an order's rivals are evaluated: its own, where it names no other."""
+        training = self.training[order]
+        return (training.baseline if self._is_joint(order) else training.start) or order
 
     def known(self, stage: Stage) -> Stage:
         """With the best of the other rules in the place of BEST_OTHER, once it is known."""
@@ -268,17 +317,49 @@ class Reproduction:
     def run(self, wanted: Sequence[str] = ()) -> None:
         """Do what has not been done; what was interrupted goes on, and the rest is as it was."""
         stages = self.stages(wanted)
+        shown = {stage.name: f"[{place}/{len(stages)}] {stage.name}" for place, stage in enumerate(stages, start=1)}
+        at_once = [stage for stage in stages if not stage.runs] if self.jobs > 1 else []
         try:
-            for place, planned in enumerate(stages, start=1):
+            self._train_at_once(at_once, shown)
+            for planned in stages[len(at_once) :]:
                 stage = self.known(planned)
-                shown = f"[{place}/{len(stages)}] {stage.name}"
                 if self._is_done(stage):
-                    self.say(f"{shown}: done before")
+                    self.say(f"{shown[stage.name]}: done before")
                     continue
-                self.say(f"{shown}: {written(stage)}")
+                self.say(f"{shown[stage.name]}: {written(stage)}")
                 self._do(stage)
         finally:
             self.collect()
+
+    def _train_at_once(self, stages: Sequence[Stage], shown: Mapping[str, str]) -> None:
+        """The trainings, each as a process, as soon as the runs that it starts from or needs are there."""
+        from unmask.jobs import Ended, Job, run_jobs
+
+        left = {}
+        for stage in stages:
+            if self._is_done(stage):
+                self.say(f"{shown[stage.name]}: done before")
+            else:
+                left[stage.name] = stage
+
+        def began(job: Job) -> None:
+            self.say(f"{shown[job.name]}: {written(left[job.name])}")
+
+        def ended(job: Job, how: Ended) -> None:
+            self._note(left[job.name], how.code == 0, how.started, how.seconds, self.jobs)
+            said = {0: "done in", 75: "stopped after"}.get(how.code, "failed after")
+            self.say(f"{shown[job.name]}: {said} {how.seconds:.0f} s")
+
+        jobs = [
+            Job(
+                name,
+                [sys.executable, "-m", "unmask", *self._resumed(stage)],
+                frozenset([self.training[name].start, self.training[name].baseline]),
+                self.out / "logs" / f"{name}.txt",
+            )
+            for name, stage in left.items()
+        ]
+        run_jobs(jobs, self.jobs, began, ended)
 
     def _is_done(self, stage: Stage) -> bool:
         if stage.runs:
@@ -306,10 +387,16 @@ class Reproduction:
         texts = [(self.out / run / "config.json").read_bytes() for run in stage.runs if self._is_trained(run)]
         return hashlib.sha256(b"".join(texts)).hexdigest()[:12] if texts else ""
 
-    def _do(self, stage: Stage) -> None:
-        import torch
+    def _resumed(self, stage: Stage) -> Command:
+        """The command of a stage, as it must be given where an earlier attempt has left something."""
+        folder = self.out / stage.name
+        if not stage.runs and (folder / "recipe.json").exists() and not (folder / "checkpoints").exists():
+            return [*stage.command, "--force"]  # it was interrupted, and nothing is there to go on from
+        return stage.command
 
-        from unmask.evaluation import device_name, revision
+    def _do(self, stage: Stage) -> None:
+        """A stage in this process."""
+        import torch
 
         if BEST_OTHER in stage.command:
             first = self.study.evaluate[0].split
@@ -317,33 +404,40 @@ class Reproduction:
         for run in stage.runs:
             if not self._is_trained(run):
                 raise ValueError(f"{stage.name} needs {self.out / run}: run its stage first")
-        command, folder = stage.command, self.out / stage.name
-        if not stage.runs and (folder / "recipe.json").exists() and not (folder / "checkpoints").exists():
-            command = [*command, "--force"]  # it was interrupted, and nothing is there to go on from
-        on_gpu = torch.cuda.is_available() and not self.cpu
-        started, finished = time.perf_counter(), False
+        started, clock, finished = time.time(), time.perf_counter(), False
         try:
-            self.command(command)
+            self.command(self._resumed(stage))
             finished = True
         finally:
-            self.beside.mkdir(parents=True, exist_ok=True)
-            done = Done(
-                stage.name,
-                written(stage),
-                finished,
-                round(time.perf_counter() - started, 3),
-                device_name(torch.device("cuda" if on_gpu else "cpu")),
-                torch.__version__,
-                revision(),
-                self._models(stage),
-            )
-            append_jsonl(self.beside / "stages.jsonl", [done])
+            self._note(stage, finished, started, time.perf_counter() - clock, 1)
             # Compiled code is kept for each place in the source, not for each model: without this the tenth run of a
             # study would run uncompiled.
             torch._dynamo.reset()
             gc.collect()
-            if on_gpu:
+            if torch.cuda.is_available() and not self.cpu:
                 torch.cuda.empty_cache()
+
+    def _note(self, stage: Stage, finished: bool, started: float, seconds: float, jobs: int) -> None:
+        """Add an attempt to stages.jsonl."""
+        import torch
+
+        from unmask.evaluation import device_name, revision
+
+        on_gpu = torch.cuda.is_available() and not self.cpu
+        self.beside.mkdir(parents=True, exist_ok=True)
+        done = Done(
+            stage.name,
+            written(stage),
+            finished,
+            round(started, 3),
+            round(seconds, 3),
+            jobs,
+            device_name(torch.device("cuda" if on_gpu else "cpu")),
+            torch.__version__,
+            revision(),
+            self._models(stage),
+        )
+        append_jsonl(self.beside / "stages.jsonl", [done])
 
     def done(self) -> list[Done]:
         return read_done(self.beside / "stages.jsonl")
@@ -383,12 +477,12 @@ class Reproduction:
         from unmask.comparison import at_equal_steps, curves, rivals
         from unmask.decoding.policies import parse_policy
 
-        first = self.study.evaluate[0]
+        first, chosen = self.study.evaluate[0], _learned_name(self.study.learned)
         results = [result for result in self.evaluated() if result.record.split == first.split]
         scores: dict[str, list[float]] = {}
         for learned in results:
             record = learned.record
-            if record.trained_budget is None or record.plain_denoiser != record.denoiser:
+            if record.policy != chosen or record.plain_denoiser != record.denoiser:
                 continue
             for curve in curves(rivals(record, results)):
                 equal = at_equal_steps(learned.mean_steps, curve).score
@@ -398,6 +492,16 @@ class Reproduction:
         names = {parse_policy(rule).name for rule in self.study.others}
         known = {rule: sum(found) / len(found) for rule, found in scores.items() if rule in names}
         return max(known, key=lambda rule: known[rule]) if known else None
+
+
+def _learned_name(rule: str) -> str:
+    """The name of a form of the learned rule, as records have it."""
+    from unmask.decoding.policies import Learned, parse_policy
+
+    parsed = parse_policy(rule, network=cast(Any, object()))
+    if not isinstance(parsed, Learned):
+        raise ValueError(f"{rule!r} is no learned order: write learned, or learned(deterministic)")
+    return parsed.name
 
 
 def _addressed(override: str) -> tuple[str, str]:

@@ -216,13 +216,25 @@ def _times(done: Sequence[Done]) -> str:
         [
             name,
             f"{len({attempt.stage for attempt in attempts})}",
-            f"{sum(attempt.seconds for attempt in attempts) / 60:.1f}",
+            f"{max(attempt.jobs for attempt in attempts)}",
+            f"{wall_seconds(attempts) / 60:.1f}",
             ", ".join(sorted({attempt.device for attempt in attempts})),
         ]
         for name, attempts in totals.items()
     ]
-    rows.append(["**all**", "", f"**{sum(attempt.seconds for attempt in done) / 60:.1f}**", ""])
-    return _table(["stage", "commands", "minutes", "hardware"], rows)
+    rows.append(["**all**", "", "", f"**{wall_seconds(done) / 60:.1f}**", ""])
+    note = "Wall time. Where several commands ran at once, the rows overlap, and add up to more than the last one."
+    table = _table(["stage", "commands", "at once, at most", "minutes", "hardware"], rows)
+    return f"{note}\n\n{table}" if any(attempt.jobs > 1 for attempt in done) else table
+
+
+def wall_seconds(done: Iterable[Done]) -> float:
+    """The time in which at least one of the attempts was under way: the length of the union of their intervals."""
+    total, until = 0.0, float("-inf")
+    for started, ended in sorted((attempt.started, attempt.started + attempt.seconds) for attempt in done):
+        total += max(0.0, ended - max(started, until))
+        until = max(until, ended)
+    return total
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -287,7 +299,7 @@ def lines(records: Sequence[Record]) -> list[Line]:
     found = []
     for rule in sorted({record.policy for record in shared}):
         found.append(Line(_called(rule), [record for record in shared if record.policy == rule]))
-    for kind in sorted({_kind(record) for record in learned}):
-        own = [record for record in learned if _kind(record) == kind]
-        found.append(Line(f"learned, {kind}", own))
+    for rule, joint in sorted({(record.policy, _is_joint(record)) for record in learned}):
+        own = [record for record in learned if (record.policy, _is_joint(record)) == (rule, joint)]
+        found.append(Line(f"{rule}, {'joint' if joint else 'frozen'}", own))
     return found

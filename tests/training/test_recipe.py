@@ -7,8 +7,7 @@ import pytest
 
 from tests.training.small import TINY_RECIPE
 from unmask.tasks import make_task
-from unmask.training.recipe import EvaluateRecipe, Recipe, RecipeError, load_recipe, recipe_folder
-from unmask.training.run import continued
+from unmask.training.recipe import EvaluateRecipe, Recipe, RecipeError, continued, load_recipe, recipe_folder
 
 BUILT_IN = sorted(path.stem for path in recipe_folder().glob("*.toml"))
 PUZZLES = [name for name in BUILT_IN if not name.startswith("gsm8k")]

@@ -16,8 +16,8 @@ from unmask.training import run as run_module
 from unmask.training.loop import NonFiniteError, run_stage
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import DenoiseObjective
-from unmask.training.recipe import ModelRecipe, Recipe, RecipeError, load_recipe
-from unmask.training.run import RunFolderError, continued, load_run, load_task, train
+from unmask.training.recipe import ModelRecipe, Recipe, RecipeError, continued, load_recipe
+from unmask.training.run import RunFolderError, load_run, load_task, train
 
 JOINT = ["order.denoiser_rate=1e-3"]
 
@@ -163,6 +163,92 @@ def test_the_stages_that_are_run(base, tmp_path, monkeypatch):
         ("order", 1, 3 * 4, {"denoiser": 2e-4, "selector": 1e-3, "scorer": 3e-3}),
         ("baseline", 2, 3 * 4 * 2, {"denoiser": 1e-3}),
     ]
+
+
+# --- a baseline that another run has trained --------------------------------------------------------------------------
+
+PLAIN = ["denoise.batch=8", "denoise.learning_rate=1e-4"]
+ALONG = ["order.denoiser_rate=1e-4"]
+
+
+@pytest.fixture(scope="module")
+def shared(base):
+    """The frozen run's denoiser, plainly trained on by a run of its own."""
+    plain = without(recipe(base, *PLAIN, f"init={base / 'frozen'}"), order=None)
+    train(plain, base / "continued", cpu=True)
+    return base / "continued"
+
+
+def joint_beside(base, continued, *overrides):
+    return load_recipe(
+        order_only(base), [f"init={base / 'frozen'}", f"order.continued={continued}", *ALONG, *overrides]
+    )
+
+
+def order_only(base):
+    path = base / "order.toml"
+    head, _, rest = TINY_RECIPE.partition("[denoise]")
+    shape = "width = 16\nlayers = 1\nheads = 2\nintermediate = 16\nabsolute_positions = true\n"
+    path.write_text(head.replace(shape, "") + rest[rest.index("[order]") :])
+    return path
+
+
+def test_a_baseline_that_another_run_has_trained(base, shared, tmp_path, monkeypatch):
+    stages = []
+
+    def spy(name, *rest, **hook):
+        stages.append(name)
+        return run_stage(name, *rest, **hook)
+
+    monkeypatch.setattr(run_module, "run_stage", spy)
+    for seed in (0, 1):
+        train(joint_beside(base, shared, f"seed={seed}"), tmp_path / f"run{seed}", cpu=True)
+        _, plain, _, _ = load_run(tmp_path / f"run{seed}")
+        assert same(weights(plain), weights(OrderModel.from_pretrained(shared)))
+    assert stages == ["order", "order"]
+
+
+UNFIT = {
+    "updates": (["order.updates=4"], "has denoise.updates = 3, but beside this order it must be 4"),
+    "sequences": (["order.trajectories=4"], "has denoise.batch = 8, but beside this order it must be 16"),
+    "rate": (
+        ["order.denoiser_rate=2e-4"],
+        "has denoise.learning_rate = 0.0001, but beside this order it must be 0.0002",
+    ),
+    "task": (["task.seed=1"], "has task.seed = 0, but beside this order it must be 1"),
+    "start": (["init={base}/joint"], "did not start from the denoiser of init = "),
+    "an order": (["order.continued={base}/frozen"], "has denoise.learning_rate = "),
+    "nothing": (["order.continued={base}/nothing"], "nothing' is no finished run: train it first"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "expected"), UNFIT.values(), ids=UNFIT.keys())
+def test_a_baseline_that_is_not_what_the_run_would_have_trained(base, shared, tmp_path, overrides, expected):
+    unfit = joint_beside(base, shared, *(override.format(base=base) for override in overrides))
+    with pytest.raises(RecipeError) as error:
+        train(unfit, tmp_path / "run", cpu=True)
+    assert expected in one_line(error)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unfinished_or_retrained_baseline_is_not_taken(base, shared, tmp_path):
+    unfinished = shutil.copytree(shared, tmp_path / "unfinished")
+    (unfinished / "checkpoints").mkdir()
+    with pytest.raises(RecipeError, match="is no finished run"):
+        train(joint_beside(base, unfinished), tmp_path / "run", cpu=True)
+    start = shutil.copytree(base / "frozen", tmp_path / "start")
+    train(without(recipe(base, *PLAIN, f"init={start}"), order=None), tmp_path / "plain", cpu=True)
+    shutil.rmtree(start)
+    shutil.copytree(base / "joint", start)  # another denoiser at the same place
+    with pytest.raises(RecipeError, match="did not start from the denoiser of init"):
+        train(joint_beside(base, tmp_path / "plain", f"init={start}"), tmp_path / "run", cpu=True)
+
+
+def test_where_a_shared_baseline_makes_no_sense(base):
+    with pytest.raises(RecipeError, match="continued is for denoiser_rate > 0"):
+        load_recipe(order_only(base), ["init=runs/x", "order.continued=runs/y"])
+    with pytest.raises(RecipeError, match="leave \\[denoise\\] out"):
+        recipe(base, *JOINT, "order.continued=runs/y")
 
 
 # --- repeatability and variants ---------------------------------------------------------------------------------------

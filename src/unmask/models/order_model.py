@@ -149,6 +149,15 @@ def _read_config(path: Path) -> tuple[OrderModelConfig, str | None]:
         raise _damaged(path, error) from None
 
 
+def weights_hash(network: nn.Module) -> str:
+    """Twelve hex digits of the SHA-256 of a network's weights: two records with the same one ran the same weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().float().numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
 def _checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

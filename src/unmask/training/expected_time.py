@@ -23,7 +23,8 @@ def warn_of_time(recipe: Recipe, model: OrderModel, task: Task, device: torch.de
     sequences = recipe.denoise.updates * recipe.denoise.batch if recipe.denoise else 0
     if recipe.order:
         further = recipe.order.updates * recipe.order.batch * recipe.order.trajectories
-        sequences += 2 * further if recipe.order.denoiser_rate > 0 else further  # joint: the baseline learns as much
+        own_baseline = recipe.order.denoiser_rate > 0 and not recipe.order.continued  # which learns as much
+        sequences += 2 * further if own_baseline else further
     parameters = sum(parameter.numel() for parameter in model.denoiser.parameters())
     seconds = 6.0 * parameters * task.length * sequences / matrix_speed()
     print(

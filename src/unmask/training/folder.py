@@ -3,9 +3,11 @@
 RUN/config.json, model.safetensors, tokenizer.json    the model, written last: a folder without it is unfinished
 RUN/recipe.json                                       the recipe, resolved
 RUN/metrics.jsonl                                     one object a line
+RUN/start.txt                                         where `init` is given: hash of the denoiser that it gave
 RUN/denoiser/                                         the denoiser as it was before order learning
 RUN/baseline/                                         joint order learning only: that denoiser, plainly trained on for
-                                                      as many further sequences, which is what heuristics run on
+                                                      as many further sequences, which is what heuristics run on;
+                                                      trained here, or a copy of what `order.continued` names
 and while the run is unfinished
 RUN/lock                                              held by the process that trains
 RUN/checkpoints/                                      of the stage under way; while it is there, the run is unfinished
@@ -113,6 +115,12 @@ def settle_recipe(recipe: Recipe, out: Path, allow_change: bool) -> None:
         if stored == recipe:
             return
     write_text(path, recipe.to_json())
+
+
+def note_start(out: Path, denoiser: str) -> None:
+    """Keep the hash of the weights that a run starts from; one that goes on has started from what is noted."""
+    if not (any((out / "checkpoints").glob("*")) or (out / "denoiser").exists()):
+        write_text(out / "start.txt", f"{denoiser}\n")
 
 
 def save_stage(model: OrderModel, folder: Path) -> None:

@@ -138,6 +138,7 @@ class OrderRecipe(Optimisation):
     selection: Literal["nonempty", "bernoulli"] = "nonempty"
     baseline: Literal["leave-one-out", "none", "moving-average"] = "leave-one-out"
     denoiser_rate: float = 0.0  # 0: frozen
+    continued: str = ""  # joint: a run that is the plainly continued denoiser; "": one is trained, into RUN/baseline
     selector_rate: float = 1e-3
     scorer_rate: float = 1e-3
     kl_weight: float = 1.0  # of the order KL at the first update, falling to 1 at half time; the paper has 1 throughout
@@ -167,6 +168,8 @@ class OrderRecipe(Optimisation):
             raise ValueError("denoiser_rate, selector_rate and scorer_rate are all 0: nothing would be learned")
         if self.attach_selector and self.denoiser_rate == 0:
             raise ValueError("attach_selector needs denoiser_rate > 0: a frozen denoiser takes no gradient")
+        if self.continued and self.denoiser_rate == 0:
+            raise ValueError("continued is for denoiser_rate > 0: the rivals of a frozen order run on its own denoiser")
         if not 0 < self.restored_rate <= 1:
             raise ValueError(f"restored_rate must lie above 0 and be at most 1, got {self.restored_rate}")
         if not (self.selector_rate or self.scorer_rate):
@@ -235,6 +238,8 @@ class Recipe:
             raise ValueError("nothing to train: give [denoise], [order] or both")
         if not self.denoise and not self.init:
             raise ValueError("an order needs a denoiser: give [denoise], or init = 'the folder of an earlier run'")
+        if self.denoise and self.order and self.order.continued:
+            raise ValueError("order.continued starts where the order does: leave [denoise] out, and set init")
         if self.init and self.model.causal:
             raise ValueError(
                 f"init = {self.init!r} and model.causal = {self.model.causal!r} both say where to start: set one to ''"
@@ -276,6 +281,27 @@ def differences(stored: Recipe, given: Recipe) -> list[tuple[str, Any, Any]]:
     old, new = flat(dataclasses.asdict(stored)), flat(dataclasses.asdict(given))
     matter = [key for key in {**old, **new} if key.partition(".")[0] not in FREE]
     return [(key, old.get(key), new.get(key)) for key in matter if old.get(key) != new.get(key)]
+
+
+def continued(recipe: Recipe) -> DenoiseRecipe:
+    """The plain training that a joint order is measured against: as many further updates, each on B * k sequences."""
+    assert recipe.order is not None
+    order = recipe.order
+    settings = recipe.denoise or DenoiseRecipe(1, 1, learning_rate=order.denoiser_rate, warmup=order.warmup)
+    return dataclasses.replace(
+        settings, updates=order.updates, batch=order.batch * order.trajectories, accumulate=order.accumulate
+    )
+
+
+def not_continued(plain: Recipe, joint: Recipe) -> list[tuple[str, Any, Any]]:
+    """What keeps a run of `plain` from being `continued(joint)`: each key with its value and the one that is needed.
+
+    Where they start from, and the shape of the denoiser, is for the weights to say.
+    """
+    own = {name: getattr(plain, name) for name in ("seed", "init", "model")}
+    wanted = dataclasses.replace(joint, order=None, denoise=continued(joint), **own)
+    unlike = ("denoise.accumulate", "denoise.max_bad")  # nothing that is learned depends on them
+    return [(key, has, needed) for key, has, needed in differences(plain, wanted) if key not in unlike]
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

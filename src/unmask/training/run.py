@@ -27,6 +27,7 @@ from unmask.models.order_model import (
     ModelFolderError,
     OrderModel,
     OrderModelConfig,
+    weights_hash,
     with_mask_token,
     word_level_tokenizer,
 )
@@ -38,12 +39,30 @@ from unmask.tasks.task import Task, check_task
 from unmask.training.checkpoints import Checkpoint, CheckpointFolder, read_checkpoint
 from unmask.training.collapse import CollapseGuard
 from unmask.training.expected_time import warn_of_time
-from unmask.training.folder import RunFolderError, finish, locked, prepare, save_stage, settle_recipe
+from unmask.training.folder import (
+    RunFolderError,
+    finish,
+    is_finished,
+    locked,
+    note_start,
+    prepare,
+    save_stage,
+    settle_recipe,
+)
 from unmask.training.keeper import Keeper, Stopped, StopSignal, stop_signal
 from unmask.training.loop import Rates, run_stage
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import DenoiseObjective, OrderObjective
-from unmask.training.recipe import DenoiseRecipe, ModelRecipe, Optimisation, OrderRecipe, Recipe, RecipeError, flat
+from unmask.training.recipe import (
+    ModelRecipe,
+    Optimisation,
+    OrderRecipe,
+    Recipe,
+    RecipeError,
+    continued,
+    flat,
+    not_continued,
+)
 from unmask.training.state import copy_into, whole
 from unmask.variational.estimators import Baseline, LeaveOneOut, MovingAverage, NoBaseline
 
@@ -62,15 +81,18 @@ def train(
     with ExitStack() as stack:
         accelerator = stack.enter_context(_accelerator(recipe, out, cpu))
         model = _new_model(recipe, task)
+        plain = _continued_elsewhere(recipe, model)
         if accelerator.is_main_process:
             prepare(out, force)
             stack.enter_context(locked(out))
             settle_recipe(recipe, out, allow_change)
+            if recipe.init:
+                note_start(out, weights_hash(model.denoiser))
         accelerator.wait_for_everyone()
         stop = stack.enter_context(stop_signal())
         stack.enter_context(_trackers(recipe, accelerator))
         try:
-            return _Training(recipe, task, out, accelerator, stop).run(model)
+            return _Training(recipe, task, out, accelerator, stop).run(model, plain)
         except Stopped as stopped:
             raise Stopped(f"{stopped}; the same command goes on from there") from None
 
@@ -89,8 +111,8 @@ class _Training:
         self.keeper = Keeper(self.checkpoints, recipe.saving, self.metrics, stop, about, writes)
         self.finished: list[str] = []
 
-    def run(self, model: OrderModel) -> OrderModel:
-        """`model` as it was born or as `init` has it."""
+    def run(self, model: OrderModel, plain: OrderModel | None) -> OrderModel:
+        """`model` as it was born or as `init` has it; `plain` is its denoiser, trained on by another run."""
         recipe, out = self.recipe, self.out
         _place(model, self.compiled, self.accelerator)
         if self.accelerator.is_main_process:
@@ -100,7 +122,9 @@ class _Training:
             joint = recipe.order.denoiser_rate > 0
             model.denoiser.load_state_dict(before.denoiser.state_dict())
             self._order(model, recipe.order, out / "order" if joint else None)
-            if joint:
+            if joint and plain is not None:
+                self._save(plain, out / "baseline")
+            elif joint:
                 self._baseline(before, out / "baseline")
         model.requires_grad_(True).eval()
         if self.accelerator.is_main_process:
@@ -273,23 +297,34 @@ def _new_model(recipe: Recipe, task: Task) -> OrderModel:
         return _with_order(denoiser, recipe) if recipe.order else denoiser
 
 
-def continued(recipe: Recipe) -> DenoiseRecipe:
-    """The plain training that a joint order is measured against: as many further updates, each on B * k sequences."""
-    assert recipe.order is not None
-    order = recipe.order
-    settings = recipe.denoise or DenoiseRecipe(1, 1, learning_rate=order.denoiser_rate, warmup=order.warmup)
-    return dataclasses.replace(
-        settings, updates=order.updates, batch=order.batch * order.trajectories, accumulate=order.accumulate
-    )
+def _continued_elsewhere(recipe: Recipe, start: OrderModel) -> OrderModel | None:
+    """The model that `order.continued` names: from the same weights, just what this run would have trained itself."""
+    if recipe.order is None or not recipe.order.continued:
+        return None
+    folder = Path(recipe.order.continued)
+    where = f"order.continued = {str(folder)!r}"
+    if not is_finished(folder):
+        raise RecipeError(f"{where} is no finished run: train it first, or leave it out")
+    for key, has, needed in not_continued(_recipe_of(folder), recipe):
+        raise RecipeError(f"{where} has {key} = {has!r}, but beside this order it must be {needed!r}: train it so")
+    model, noted = OrderModel.from_pretrained(folder), folder / "start.txt"
+    same_weights = noted.exists() and noted.read_text().strip() == weights_hash(start.denoiser)
+    if not same_weights or model.config.denoiser != start.config.denoiser:
+        raise RecipeError(f"{where} did not start from the denoiser of init = {recipe.init!r}: train it from there")
+    return model
 
 
 def load_task(folder: Path) -> tuple[Recipe, Task]:
     """The recipe of a run and the task that it names."""
+    recipe = _recipe_of(folder)
+    return recipe, _task(recipe)
+
+
+def _recipe_of(folder: Path) -> Recipe:
     try:
-        recipe = Recipe.from_json((folder / "recipe.json").read_text())
+        return Recipe.from_json((folder / "recipe.json").read_text())
     except (OSError, ValueError):
         raise RunFolderError(f"{folder}/recipe.json is missing or damaged: train the run again") from None
-    return recipe, _task(recipe)
 
 
 def load_run(folder: Path) -> tuple[OrderModel, OrderModel, Recipe, Task]:
