@@ -196,7 +196,7 @@ def test_of_the_other_rules_only_one_is_left_on_later_splits(study):
 
 def test_another_rule_is_chosen(study, tmp_path):
     """On the first split nothing changes, and on the others it is evaluated instead."""
-    chosen = 'learned = "learned(deterministic)"\nlearned_tried = ["learned"]'
+    chosen = 'learned = ["learned(deterministic)"]\nlearned_tried = ["learned"]'
     for path in study.glob("*.toml"):
         (tmp_path / path.name).write_text(
             path.read_text().replace('learned_tried = ["learned(deterministic)"]', chosen)
@@ -279,26 +279,44 @@ def test_it_goes_on_where_it_stopped(study, tmp_path):
     assert read_records(out / "frozen-seed1" / "results.jsonl")[0] in read_records(out / "results" / "study.jsonl")
 
 
-def test_trainings_at_once(study, tmp_path):
-    """The same runs as one after another, to the last bit, each by a process of its own; evaluations are done here."""
+def test_stages_at_once(study, tmp_path):
+    """The same runs as one after another, to the last bit, each by a process of its own."""
     out, said, ran = tmp_path / "runs", [], []
     shutil.copytree(study / "runs" / "denoiser", out / "denoiser")
-    reproduction(study, out, ran, say=said.append, jobs=2).run(["denoiser", "frozen", "new-numbers-dev"])
-    assert {arguments[0] for arguments in ran} == {"evaluate"}
-    assert said[0] == "[1/7] denoiser: done before"
-    assert said[1].startswith("[2/7] frozen-seed0: unmask train ")
+    reproduction(study, out, ran, say=said.append, jobs=2).run(["denoiser", "frozen"])
+    assert ran == []
+    assert said[0] == "[1/3] denoiser: done before"
+    assert said[1].startswith("[2/3] frozen-seed0: unmask train ")
     assert sorted(line.rpartition(" ")[0].rpartition(" ")[0] for line in said[3:5]) == [
-        f"[{number}/7] frozen-seed{number - 2}: done in" for number in (2, 3)
+        f"[{number}/3] frozen-seed{number - 2}: done in" for number in (2, 3)
     ]
-    first, second, *later = json_lines(out / "results" / "study" / "stages.jsonl")
+    first, second = json_lines(out / "results" / "study" / "stages.jsonl")
     assert [(stage["finished"], stage["jobs"]) for stage in (first, second)] == [(True, 2)] * 2
     first_end = min(stage["started"] + stage["seconds"] for stage in (first, second))
     assert first_end > max(first["started"], second["started"])
-    assert {stage["jobs"] for stage in later} == {1}
     for run in ("frozen-seed0", "frozen-seed1"):
         model = f"{run}/model.safetensors"
         assert (out / model).read_bytes() == (study / "runs" / model).read_bytes()
         assert (out / "logs" / f"{run}.txt").read_text().count("model: ") == 1
+
+
+def test_what_waits_for_what(study, tmp_path, monkeypatch):
+    """Every stage is given away once, after all that it reads and never beside one that writes to the same records."""
+    rounds = []
+    monkeypatch.setattr("unmask.jobs.run_jobs", lambda jobs, at_once, began, ended: rounds.append(jobs))
+    whole = reproduction(study, tmp_path / "runs", jobs=9)
+    monkeypatch.setattr(whole, "_best_other", lambda: "entropy")
+    whole.run()
+    names = [[job.name for job in jobs] for jobs in rounds]
+    assert sorted(name for found in names for name in found) == sorted(stage.name for stage in whole.stages())
+    assert names[1] == ["test/denoiser", "test/joint", "test/continued"], "what needs the best of the others"
+    after = {job.name: job.after - {""} for jobs in rounds for job in jobs}
+    assert after["frozen-seed1"] == {"denoiser"}
+    assert after["shared-seed0"] == {"denoiser", "continued"}
+    assert after["test/frozen-seed0"] == {"frozen-seed0", "new-numbers-dev/frozen-seed0"}
+    orders = {f"new-numbers-dev/frozen-seed{seed}" for seed in (0, 1)}
+    assert after["new-numbers-dev/denoiser"] == {"denoiser", "frozen-seed0", "frozen-seed1", *orders}
+    assert "new-numbers-dev/denoiser" in after["new-numbers-dev/denoiser/others"]
 
 
 def test_a_changed_model_is_evaluated_anew(study, tmp_path):

@@ -298,7 +298,7 @@ def reproduce(
         int,
         typer.Option(
             min=1,
-            help="Trainings at once, each a process of its own, which writes to OUT/logs: for small ones on a GPU.",
+            help="Stages at once, each a process of its own, which writes to OUT/logs: for small runs on a GPU.",
         ),
     ] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and do nothing.")] = False,

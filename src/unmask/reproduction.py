@@ -3,7 +3,7 @@
 A study is a TOML file:
 
 policies, others       heuristics; of the others only the best joins in after the first split, where it is chosen
-learned                how the orders decode, such as "learned(deterministic)"; chosen on the first split among this and
+learned                how orders decode, such as "learned(deterministic)"; chosen on the first split among these and
 learned_tried          these, which are evaluated there only
 bf16                   evaluate with the denoiser's trunk in bfloat16
 [[train]]              a run for each seed: `recipe` with the overrides `set`, from the run that `start` names; a joint
@@ -11,7 +11,7 @@ bf16                   evaluate with the denoiser's trunk in bfloat16
 [[evaluate]]           a held-out split: every order, and every heuristic at the steps that the orders take
 
 OUT/RUN/                            the folder of a run
-OUT/logs/RUN.txt                    what its training wrote, where several are trained at once
+OUT/logs/STAGE.txt                  what a stage wrote, where several run at once
 OUT/results/STUDY.jsonl             the records of all runs
 OUT/results/STUDY/gains.jsonl       the orders against the heuristics at equal steps, seeds together
 OUT/results/STUDY/stages.jsonl      the command, the wall time and the hardware of each stage
@@ -27,7 +27,7 @@ import shutil
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -85,12 +85,12 @@ class Study:
     evaluate: tuple[Split, ...] = ()
     policies: tuple[str, ...] = ("iid", "top-prob", "margin")
     others: tuple[str, ...] = ()
-    learned: str = "learned"
+    learned: tuple[str, ...] = ("learned",)
     learned_tried: tuple[str, ...] = ()
     bf16: bool = False
 
     def __post_init__(self) -> None:
-        for rule in (self.learned, *self.learned_tried):
+        for rule in (*self.learned, *self.learned_tried):
             _learned_name(rule)
         names = [training.name for training in self.train]
         stages = [*names, *(split.split for split in self.evaluate)]
@@ -157,7 +157,7 @@ def load_study(name: str) -> tuple[Study, Path]:
 class Reproduction:
     """A study in a folder.  `command` runs one command of the command line in this process.
 
-    With `jobs` > 1, as many trainings run at once, as processes of their own.
+    With `jobs` > 1, as many commands run at once, as processes of their own.
     """
 
     def __init__(
@@ -173,6 +173,7 @@ class Reproduction:
     ) -> None:
         self.study, self.path, self.out, self.cpu, self.command, self.say = study, path, out, cpu, command, say
         self.jobs = jobs
+        self.shown: dict[str, str] = {}  # by stage: how it is announced
         self.records = out / "results" / f"{path.stem}.jsonl"
         self.beside = out / "results" / path.stem
         self.recipes: dict[str, tuple[str, list[str]]] = {}  # by run: the recipe's name and its overrides
@@ -263,7 +264,7 @@ class Reproduction:
         rules = [*self.study.policies, *([BEST_OTHER] if self.study.others and not first else [])]
         elsewhere = [run for run in orders if denoiser[run] != run]
         # Sorted: whichever of them is chosen, on the first split the commands stay the same.
-        learned = sorted({self.study.learned, *self.study.learned_tried}) if first else [self.study.learned]
+        learned = sorted({*self.study.learned, *self.study.learned_tried}) if first else self.study.learned
         stages = [self._evaluation(split, run, learned) for run in elsewhere]
         for run in [run for run in runs if run not in elsewhere]:
             if run in orders:  # it brings its own denoiser for the heuristics
@@ -317,49 +318,58 @@ class Reproduction:
     def run(self, wanted: Sequence[str] = ()) -> None:
         """Do what has not been done; what was interrupted goes on, and the rest is as it was."""
         stages = self.stages(wanted)
-        shown = {stage.name: f"[{place}/{len(stages)}] {stage.name}" for place, stage in enumerate(stages, start=1)}
-        at_once = [stage for stage in stages if not stage.runs] if self.jobs > 1 else []
+        self.shown = {
+            stage.name: f"[{place}/{len(stages)}] {stage.name}" for place, stage in enumerate(stages, start=1)
+        }
         try:
-            self._train_at_once(at_once, shown)
-            for planned in stages[len(at_once) :]:
-                stage = self.known(planned)
-                if self._is_done(stage):
-                    self.say(f"{shown[stage.name]}: done before")
-                    continue
-                self.say(f"{shown[stage.name]}: {written(stage)}")
-                self._do(stage)
+            if self.jobs > 1:
+                needs_best = [BEST_OTHER in stage.command for stage in stages]
+                self._at_once([stage for stage, needs in zip(stages, needs_best, strict=True) if not needs])
+                self._at_once([stage for stage, needs in zip(stages, needs_best, strict=True) if needs])
+            for planned in stages if self.jobs == 1 else []:
+                if stage := self._left(planned):
+                    self.say(f"{self.shown[stage.name]}: {written(stage)}")
+                    self._do(stage)
         finally:
             self.collect()
 
-    def _train_at_once(self, stages: Sequence[Stage], shown: Mapping[str, str]) -> None:
-        """The trainings, each as a process, as soon as the runs that it starts from or needs are there."""
+    def _left(self, planned: Stage) -> Stage | None:
+        """The stage with what is known by now, unless it is done."""
+        stage = self.known(planned)
+        if self._is_done(stage):
+            self.say(f"{self.shown[stage.name]}: done before")
+            return None
+        if BEST_OTHER in stage.command:
+            first = self.study.evaluate[0].split
+            raise ValueError(f"{stage.name} needs the best of {', '.join(self.study.others)}: run stage {first} first")
+        return stage
+
+    def _at_once(self, stages: Sequence[Stage]) -> None:
+        """Several stages at a time, each as a process, as soon as what it needs is there."""
         from unmask.jobs import Ended, Job, run_jobs
 
-        left = {}
-        for stage in stages:
-            if self._is_done(stage):
-                self.say(f"{shown[stage.name]}: done before")
-            else:
-                left[stage.name] = stage
+        left = {stage.name: stage for planned in stages if (stage := self._left(planned))}
 
         def began(job: Job) -> None:
-            self.say(f"{shown[job.name]}: {written(left[job.name])}")
+            self.say(f"{self.shown[job.name]}: {written(left[job.name])}")
 
         def ended(job: Job, how: Ended) -> None:
             self._note(left[job.name], how.code == 0, how.started, how.seconds, self.jobs)
             said = {0: "done in", 75: "stopped after"}.get(how.code, "failed after")
-            self.say(f"{shown[job.name]}: {said} {how.seconds:.0f} s")
+            self.say(f"{self.shown[job.name]}: {said} {how.seconds:.0f} s")
 
-        jobs = [
-            Job(
-                name,
-                [sys.executable, "-m", "unmask", *self._resumed(stage)],
-                frozenset([self.training[name].start, self.training[name].baseline]),
-                self.out / "logs" / f"{name}.txt",
-            )
-            for name, stage in left.items()
-        ]
+        jobs: list[Job] = []
+        for name, stage in left.items():
+            command = [sys.executable, "-m", "unmask", *self._resumed(stage)]
+            after = self._needs(stage) | {job.name for job in jobs if left[job.name].runs[:1] == stage.runs[:1] != ()}
+            jobs.append(Job(name, command, after, self.out / "logs" / f"{name.replace('/', '-')}.txt"))
         run_jobs(jobs, self.jobs, began, ended)
+
+    def _needs(self, stage: Stage) -> frozenset[str]:
+        """The stages that must come first.  Two that evaluate the same run, and write to its records, never meet."""
+        if not stage.runs:
+            return frozenset([self.training[stage.name].start, self.training[stage.name].baseline])
+        return frozenset([*stage.runs, *(f"{stage.of[0]}/{order}" for order in stage.runs[1:])])
 
     def _is_done(self, stage: Stage) -> bool:
         if stage.runs:
@@ -398,9 +408,6 @@ class Reproduction:
         """A stage in this process."""
         import torch
 
-        if BEST_OTHER in stage.command:
-            first = self.study.evaluate[0].split
-            raise ValueError(f"{stage.name} needs the best of {', '.join(self.study.others)}: run stage {first} first")
         for run in stage.runs:
             if not self._is_trained(run):
                 raise ValueError(f"{stage.name} needs {self.out / run}: run its stage first")
@@ -477,12 +484,12 @@ class Reproduction:
         from unmask.comparison import at_equal_steps, curves, rivals
         from unmask.decoding.policies import parse_policy
 
-        first, chosen = self.study.evaluate[0], _learned_name(self.study.learned)
+        first, chosen = self.study.evaluate[0], [_learned_name(rule) for rule in self.study.learned]
         results = [result for result in self.evaluated() if result.record.split == first.split]
         scores: dict[str, list[float]] = {}
         for learned in results:
             record = learned.record
-            if record.policy != chosen or record.plain_denoiser != record.denoiser:
+            if record.policy not in chosen or record.plain_denoiser != record.denoiser:
                 continue
             for curve in curves(rivals(record, results)):
                 equal = at_equal_steps(learned.mean_steps, curve).score
