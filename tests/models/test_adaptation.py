@@ -264,6 +264,7 @@ def test_a_gguf_file_is_read(tmp_path):
     file.add_token_types([3 if word.startswith("<|") else 1 for word in words])
     state = json.loads(causal.tokenizer.to_str())
     file.add_token_merges([" ".join(merge) for merge in state["model"]["merges"]])
+    file.add_bos_token_id(0)
     file.add_eos_token_id(1)
 
     def paired(weight, heads):

@@ -8,6 +8,7 @@ from unmask.models.backbone import (
     Layout,
     Spans,
     attended,
+    in_eights,
     rotary_angles,
     rotate,
 )
@@ -261,6 +262,16 @@ def test_spans_keep_sequences_apart_and_may_be_empty():
         assert torch.allclose(mixed[:, start:end], attended(q, k, v, None), rtol=0, atol=1e-12)
     nothing = torch.zeros(1, 0, 2, 4)
     assert attended(nothing, nothing, nothing, Spans(torch.tensor([0]), 4)).shape == (1, 0, 2, 4)
+
+
+@pytest.mark.parametrize("width", [8, 36, 40, 2])
+def test_heads_filled_up_to_eights_attend_as_before(width):
+    """What CUDA's variable-length attention asks for; a selector a quarter as wide as SmolLM2 has heads of 36."""
+    states = torch.randn(3, 1, 5, 2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    filled = in_eights(*states)
+    assert all(part.shape[-1] == -(-width // 8) * 8 for part in filled)
+    wanted = attended(*states, None)
+    assert torch.allclose(attended(*filled, None)[..., :width], wanted, atol=1e-12)
 
 
 def test_nothing_is_packed_inside_a_compiled_program():

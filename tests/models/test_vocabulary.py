@@ -115,6 +115,16 @@ def test_a_tokenizer_that_falls_back_to_bytes():
         assert cut.decode(cut.encode(text).ids, skip_special_tokens=False) == text
 
 
+def test_a_byte_level_tokenizer_whose_model_says_that_it_falls_back(byte_level):
+    """It never does, since every byte has a token: the same vocabulary is cut from it."""
+    state = json.loads(byte_level.to_str())
+    state["model"]["byte_fallback"] = True
+    odd = Tokenizer.from_str(json.dumps(state))
+    cut = cut_tokenizer(byte_level, TEXTS, ["<|end|>"])
+    assert vocabulary_of(cut_tokenizer(odd, TEXTS, ["<|end|>"])) == vocabulary_of(cut)
+    assert ids_in(odd, vocabulary_of(cut)) == ids_in(byte_level, vocabulary_of(cut))
+
+
 def test_every_way_to_a_token_is_kept():
     """abc comes from ab and c here, though a merge of a and bc stands before that one."""
     merges = [("a", "b"), ("a", "bc"), ("ab", "c"), ("b", "c")]

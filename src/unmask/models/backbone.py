@@ -132,13 +132,27 @@ def attended(query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tenso
     if query.is_cuda and query.dtype.itemsize == 2:
         from torch.nn.attention.varlen import varlen_attn  # here, because older versions of torch have none
 
-        ends, longest = attend
+        (ends, longest), width = attend, query.shape[-1]
+        query, key, value = in_eights(query, key, value)
         packed: Tensor = varlen_attn(query[0], key[0], value[0], ends, ends, longest, longest)  # type: ignore[assignment]
-        return packed[None]
+        return packed[None, ..., :width]
     lengths = attend.ends.diff().tolist()
     split = (states.split(lengths, dim=1) for states in (query, key, value))
     mixed = [attended(q, k, v, None) for q, k, v in zip(*split, strict=True)]
     return torch.cat(mixed, dim=1) if mixed else value
+
+
+def in_eights(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same [..., E] with zeros behind, up to a multiple of 8: variable-length attention takes no other heads.
+
+    The queries are scaled so that query . key / sqrt(E) is what it was.
+    """
+    width = query.shape[-1]
+    spare = -width % 8
+    if not spare:
+        return query, key, value
+    query = query * ((width + spare) / width) ** 0.5
+    return pad(query, (0, spare)), pad(key, (0, spare)), pad(value, (0, spare))
 
 
 class RMSNorm(nn.RMSNorm):

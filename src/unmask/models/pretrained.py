@@ -71,17 +71,11 @@ def find_source(name: str | Path) -> Source:
 def load_tokenizer(name: str | Path) -> TextTokenizer:
     """The tokenizer of a source, and its end of text."""
     source = find_source(name)
-    if source.gguf:
-        loaded = _read(source, "AutoTokenizer")
-        tokenizer, eos = loaded.backend_tokenizer, loaded.eos_token
+    tokenizer = _tokenizer(source)
+    if source.gguf:  # its tokenizer may say the beginning of text instead: transformers 5.17 mixes them up
+        index = _read(source, "AutoConfig").eos_token_id
+        eos = None if index is None else tokenizer.id_to_token(index)
     else:
-        path = source.folder / "tokenizer.json"
-        if not path.is_file():
-            raise ValueError(f"{source.folder} has no tokenizer.json: save the model's fast tokenizer there")
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise ValueError(f"{path} is no tokenizer: {_first_line(error)}") from None
         eos = _eos(source.folder, tokenizer)
     if eos is None or tokenizer.token_to_id(eos) is None:
         raise ValueError(f"the tokenizer of {name} does not say its eos_token: set it in tokenizer_config.json")
@@ -93,7 +87,20 @@ def load_causal(name: str | Path) -> Causal:
     source = find_source(name)
     print(f"reading {name}" + (", about half a minute" if source.gguf else ""), file=sys.stderr)
     model = _read(source, "AutoModelForCausalLM", dtype=torch.float32)
-    return Causal(model, load_tokenizer(name).tokenizer)
+    return Causal(model, _tokenizer(source))
+
+
+def _tokenizer(source: Source) -> Tokenizer:
+    if source.gguf:
+        tokenizer: Tokenizer = _read(source, "PreTrainedTokenizerFast").backend_tokenizer  # Auto- would read it twice
+        return tokenizer
+    path = source.folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{source.folder} has no tokenizer.json: save the model's fast tokenizer there")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ValueError(f"{path} is no tokenizer: {_first_line(error)}") from None
 
 
 def _read(source: Source, cls: str, **options: Any) -> Any:

@@ -50,7 +50,7 @@ def cut_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], first: Sequence[st
         for encoding in plain.encode_batch_fast(texts[start : start + 4096]):
             used.update(encoding.ids)
     words = {index: token for token, index in old.items()}
-    wanted = [*(words[index] for index in used), *first, *bytes_of(model)]
+    wanted = [*(words[index] for index in used), *first, *bytes_of(state)]
     wanted += [token["content"] for token in state["added_tokens"]]
     wanted += [model["unk_token"]] if model.get("unk_token") else []
     kept: set[str] = set()
@@ -70,9 +70,14 @@ def cut_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], first: Sequence[st
     return Tokenizer.from_str(json.dumps(state))
 
 
-def bytes_of(model: dict[str, Any]) -> list[str]:
-    """The 256 tokens that stand for single bytes: those of byte-level encodings, or <0x00> to <0xFF>."""
-    if model.get("byte_fallback"):
+def bytes_of(state: dict[str, Any]) -> list[str]:
+    """The 256 tokens of a tokenizer.json that stand for single bytes: of byte-level encodings, or <0x00> to <0xFF>.
+
+    Behind a byte-level split there is nothing to fall back from, though the model may say byte_fallback: so
+    transformers 5.17 reads GGUF files.
+    """
+    byte_level = '"ByteLevel"' in json.dumps(state["pre_tokenizer"])
+    if state["model"].get("byte_fallback") and not byte_level:
         return [f"<0x{byte:02X}>" for byte in range(256)]
     return sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -83,7 +88,7 @@ def ids_in(tokenizer: Tokenizer, vocabulary: Sequence[str]) -> list[int | None]:
     A ValueError of one line where another token is missing: the vocabulary is not one of this tokenizer.
     """
     ids = tokenizer.get_vocab()
-    single = set(bytes_of(json.loads(tokenizer.to_str())["model"]))
+    single = set(bytes_of(json.loads(tokenizer.to_str())))
     if missing := [token for token in vocabulary if token not in ids and token not in single]:
         raise ValueError(f"{len(missing)} tokens, such as {missing[0]!r}, are not tokens of the pretrained tokenizer")
     return [ids.get(token) for token in vocabulary]
