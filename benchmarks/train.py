@@ -18,10 +18,11 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -145,7 +146,7 @@ def update_seconds(
     if case.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):  # the progress: records go to stdout
         path = Path(folder) / "metrics.jsonl"
         run_stage(what[:8], 0, objective, rates, stage, task, 0, accelerator, Metrics(path))  # type: ignore[arg-type]
         seconds = [json.loads(line)["seconds"] for line in path.read_text().splitlines()]

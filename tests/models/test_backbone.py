@@ -9,6 +9,7 @@ from unmask.models.backbone import (
     Spans,
     attended,
     in_eights,
+    packed_length,
     rotary_angles,
     rotate,
 )
@@ -218,12 +219,16 @@ def masked_layout(x, attention):
     return Layout(positions, attention[:, None, None, :], None, tuple(x.shape))
 
 
+@pytest.mark.parametrize("spare", [0, 3, 19])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("options", SHAPES)
-def test_packing_changes_nothing_but_the_padding(side, options):
+def test_packing_changes_nothing_but_the_padding(side, options, spare, monkeypatch):
+    """Nor do places that fill a row up, as on a GPU."""
+    monkeypatch.setattr("unmask.models.backbone.packed_length", lambda num_tokens, device: num_tokens + spare)
     trunk, (x, attention) = backbone(**options), rows_of(side)
     packed, layout = trunk(x, attention), Layout.of(x, attention, torch.float64)
-    assert layout.positions.shape == (1, 16), "half of the places would be padding"
+    assert layout.positions.shape == (1, 16 + spare), "half of the places would be padding"
+    assert layout.attend.ends.diff().tolist() == [8, 3, 5, *{0: [], 3: [3], 19: [8, 8, 3]}[spare]]
     assert (packed[~attention] == 0).all()
     masked = trunk(x, masked_layout(x, attention))
     assert torch.allclose(packed[attention], masked[attention], rtol=0, atol=1e-12)
@@ -243,6 +248,14 @@ def test_a_known_number_of_tokens_gives_the_same_layout():
     assert torch.equal(waiting.positions, knowing.positions)
     assert waiting.attend.ends.tolist() == knowing.attend.ends.tolist() == [0, 8, 11, 16]
     assert waiting.attend.ends.dtype == torch.int32, "which the kernel wants"
+
+
+def test_on_a_gpu_rows_come_in_few_lengths():
+    gpu, counts = torch.device("cuda"), range(1, 70_000)
+    lengths = [packed_length(count, gpu) for count in counts]
+    assert all(0 <= length - count < max(1, count / 64) for count, length in zip(counts, lengths, strict=True))
+    assert len({length for length in lengths if 40_000 < length <= 60_000}) < 60
+    assert packed_length(12_345, torch.device("cpu")) == 12_345
 
 
 def test_take_and_put_are_inverse_where_nothing_is_padded():

@@ -268,6 +268,7 @@ class Layout(NamedTuple):
     attend: Attend
     at: Tensor | None  # [M]: the places of the flattened [B, L] that are no padding; None: not packed
     shape: tuple[int, int]  # B, L
+    num_tokens: int = 0  # where packed: of the M, those that are not there to fill up
 
     @classmethod
     def of(cls, tokens: Tensor, attention: Tensor | None, dtype: torch.dtype, num_tokens: int | None = None) -> Layout:
@@ -282,9 +283,13 @@ class Layout(NamedTuple):
         positions = (attention.long().cumsum(-1) - 1).clamp(min=0)
         if torch.compiler.is_compiling() or (tokens.is_cuda and dtype.itemsize != 2):
             return cls(positions, attention[:, None, None, :], None, (B, L))
-        at = places(attention, num_tokens)
-        ends = pad(attention.sum(-1).cumsum(0), (1, 0)).int()
-        return cls(positions.flatten()[at][None], Spans(ends, L), at, (B, L))
+        num_tokens = int(attention.sum()) if num_tokens is None else num_tokens
+        M = packed_length(num_tokens, tokens.device)
+        at, lengths, spare = places(attention, M), attention.sum(-1), M - num_tokens
+        if spare:  # sequences that nobody looks at, none longer than the others
+            lengths = pad(pad(lengths, (0, spare // L), value=L), (0, 1), value=spare % L)
+        ends = pad(lengths.cumsum(0), (1, 0)).int()
+        return cls(positions.flatten()[at][None], Spans(ends, L), at, (B, L), num_tokens)
 
     def take(self, values: Tensor) -> Tensor:
         """[1, M, ...] from values [B, L, ...] where packed."""
@@ -292,13 +297,30 @@ class Layout(NamedTuple):
 
     def put(self, values: Tensor) -> Tensor:
         """[B, L, ...] from values [1, M, ...] where packed; 0 on padding."""
-        return values if self.at is None else scatter(values[0], self.at, self.shape)
+        if self.at is None:
+            return values
+        return scatter(values[0, : self.num_tokens], self.at[: self.num_tokens], self.shape)
+
+
+def packed_length(num_tokens: int, device: torch.device) -> int:
+    """How many places a row gets for so many tokens: on a GPU a few more, by less than 1/64.
+
+    The matrix library plans every product of a new shape anew, which takes the host several times as long as a known
+    one, and every batch would have a shape of its own.
+    """
+    if device.type != "cuda":
+        return num_tokens
+    multiple = 1 << max(0, (num_tokens // 64).bit_length() - 1)
+    return -(-num_tokens // multiple) * multiple
 
 
 def places(where: Tensor, count: int | None) -> Tensor:
-    """[M]: the True places of the flattened `where`.  A known count M spares the host from waiting for the device."""
+    """[M]: the True places of the flattened `where`.  A known count M spares the host from waiting for the device.
+
+    Where there are fewer than M, the rest are 0.
+    """
     flat = where.flatten()
-    return (flat.nonzero() if count is None else flat.nonzero_static(size=count))[:, 0]
+    return (flat.nonzero() if count is None else flat.nonzero_static(size=count, fill_value=0))[:, 0]
 
 
 def scatter(values: Tensor, at: Tensor, shape: tuple[int, ...]) -> Tensor:
