@@ -328,8 +328,13 @@ def test_gains_by_hand():
     rules += [result("top-prob", budget, "11100000") for budget in (1, 2)]
     rules += [result("entropy", budget, "11111100") for budget in (1, 2)]
     rules += [result("klass", 1, "11111100")]
+    rules += [result("factor:1", budget, "11111110", [1] * E) for budget in (2, 4)]
     found = {gain.rival: gain for gain in gains([*orders, *rules])}
-    assert set(found) == {"margin", "top-prob", "entropy"}, "klass was not run at 2 steps"
+    assert set(found) == {"margin", "top-prob", "entropy", "factor:1"}, "klass was not run at 2 steps"
+    factor = found["factor:1"]  # one step, however many it may take
+    assert (factor.rival_score, factor.rival_steps) == (0.875, 1.0)
+    assert factor.seed_gains == pytest.approx([0.125, -0.125])
+    assert found["entropy"].rival_steps == 1.875
     margin = found["margin"]
     at_equal = [0.5, 0.25 * 1 / 8 + 0.75 * 0.5]
     assert margin.seed_gains == pytest.approx([1 - at_equal[0], 0.75 - at_equal[1]], abs=1e-6)

@@ -55,6 +55,7 @@ def gain(rival="top-prob", best=True, T=5, joint=False, **values):
         "mean_steps": 4.988,
         "score": 0.474,
         "rival_score": 0.4498,
+        "rival_steps": 4.988,
         "gain": 0.0242,
         "low": 0.011,
         "high": 0.0371,
@@ -66,7 +67,11 @@ def gain(rival="top-prob", best=True, T=5, joint=False, **values):
     return Gain(**(given | values))
 
 
-GAINS = [gain(), gain("entropy", best=False, gain=-0.01, low=-0.02, high=0.0)]
+GAINS = [
+    gain(),
+    gain("entropy", best=False, gain=-0.01, low=-0.02, high=0.0),
+    gain("factor:1", best=False, rival_steps=3.1, gain=-0.2, low=-0.3, high=-0.1),
+]
 
 
 def done(stage, started, seconds, finished=True, jobs=1):
@@ -107,7 +112,8 @@ def test_every_seed_has_a_row_and_their_mean_a_gain(folder):
     assert mean[3:] == ["**4.99**", "", "**47.4**", "", "", "45.0 top probability", "**+2.4 [+1.1, +3.7]**"]
     assert [row[-1] for row in found if row[:2] == ["frozen", "10"]] == ["–"], "nothing was compared with it"
     assert [row[:2] for row in found if row[0] == "joint"] == [["joint", "5"]]
-    assert ["frozen", "5", "entropy", "45.0", "-1.0 [-2.0, +0.0]"] in found
+    assert ["frozen", "5", "4.99", "entropy", "45.0", "the same", "-1.0 [-2.0, +0.0]"] in found
+    assert ["frozen", "5", "4.99", "factor:1", "45.0", "3.10", "-20.0 [-30.0, -10.0]"] in found
 
 
 def test_the_rules_stand_by_denoiser_and_budget(folder):

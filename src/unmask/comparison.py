@@ -132,14 +132,31 @@ def at_equal_steps(mean_steps: float, curve: Sequence[Result]) -> AtEqualSteps:
     return AtEqualSteps(score, (1 - w) * below.verdicts.valid + w * above.verdicts.valid)
 
 
+def at_most_steps(mean_steps: float, curve: Sequence[Result]) -> tuple[AtEqualSteps, float]:
+    """At equal steps, or where the rule ends earlier however large its budget is, at the most steps that it takes."""
+    equal, most = at_equal_steps(mean_steps, curve), _with_most(curve)
+    if equal.score is None and _ends_before(mean_steps, most):
+        return AtEqualSteps(most.record.score, 1.0 * most.verdicts.valid if most.verdicts else None), most.mean_steps
+    return equal, mean_steps
+
+
+def _with_most(curve: Sequence[Result]) -> Result:
+    return max(curve, key=lambda point: point.record.budget)
+
+
+def _ends_before(mean_steps: float, most: Result) -> bool:
+    """Whether a rule, at its largest budget `most`, has steps to spare and yet takes fewer than these."""
+    return most.mean_steps < mean_steps and most.record.budget > _floor(mean_steps) + 1
+
+
 def _floor(mean_steps: float) -> int:
     return math.floor(mean_steps + NEAR)
 
 
 def _what_is_missing(mean_steps: float, points: Sequence[Result]) -> str:
     floor = _floor(mean_steps)
-    most = max(points, key=lambda point: point.record.budget)
-    if most.mean_steps < mean_steps and most.record.budget > floor + 1:
+    most = _with_most(points)
+    if _ends_before(mean_steps, most):
         return f"takes {most.mean_steps:.2f} steps at most"
     # A rule that takes a little less than its budget (iid) may need one step more.
     close = [p.record.budget for p in points if mean_steps - 1 <= p.mean_steps <= mean_steps + NEAR]
@@ -204,7 +221,7 @@ class Gain:
     """Orders that differ in nothing but their seed against one heuristic, at equal mean steps: a line of gains.jsonl.
 
     With S orders and E examples, v_se the verdict on example e under order s, and h_se the heuristic's at the mean
-    steps of order s (`at_equal_steps`),
+    steps of order s, or at fewer where it never takes as many (`at_most_steps`),
 
         gain = 1/S sum_s g_s,    g_s = 1/E sum_e d_se,    d_se = v_se - h_se.
 
@@ -227,6 +244,7 @@ class Gain:
     mean_steps: float  # of the orders, as all that follows
     score: float
     rival_score: float
+    rival_steps: float  # below `mean_steps` where the rival never takes as many
     gain: float
     low: float
     high: float
@@ -255,11 +273,13 @@ def _is_joint(learned: Record) -> bool:
 def _gains(orders: Sequence[Result], evaluated: Sequence[Result]) -> list[Gain]:
     """Of orders that differ in their seeds only."""
     tables: dict[str, list[np.ndarray]] = {}  # by rival: h_se, an order at a time
+    steps: dict[str, list[float]] = {}  # by rival
     for learned in orders:
         for curve in curves(rivals(learned.record, evaluated)):
-            equal = at_equal_steps(learned.mean_steps, curve)
+            equal, taken = at_most_steps(learned.mean_steps, curve)
             if equal.by_example is not None:
                 tables.setdefault(curve[0].record.policy, []).append(equal.by_example)
+                steps.setdefault(curve[0].record.policy, []).append(taken)
     known = {rival: np.stack(rows) for rival, rows in tables.items() if len(rows) == len(orders)}  # [S, E] each
     valid = np.stack([learned.verdicts.valid for learned in orders if learned.verdicts is not None])  # [S, E]
     best = max((rival for rival in known if rival in PLAIN_RULES), key=lambda rival: known[rival].mean(), default="")
@@ -283,6 +303,7 @@ def _gains(orders: Sequence[Result], evaluated: Sequence[Result]) -> list[Gain]:
                 mean_steps=round(float(np.mean([learned.mean_steps for learned in orders])), 4),
                 score=round(float(valid.mean()), 6),
                 rival_score=round(float(scores.mean()), 6),
+                rival_steps=round(float(np.mean(steps[rival])), 4),
                 gain=round(difference.mean, 6),
                 low=round(difference.low, 6),
                 high=round(difference.high, 6),

@@ -479,9 +479,9 @@ class Reproduction:
     def _best_other(self) -> str | None:
         """Of the other rules, the one with the best mean score at the steps of the orders on the first split.
 
-        A rule that never takes as many steps as an order counts with the score of its largest budget there.
+        A rule that never takes as many steps as an order counts with its score at the most that it takes.
         """
-        from unmask.comparison import at_equal_steps, curves, rivals
+        from unmask.comparison import at_most_steps, curves, rivals
         from unmask.decoding.policies import parse_policy
 
         first, chosen = self.study.evaluate[0], [_learned_name(rule) for rule in self.study.learned]
@@ -492,10 +492,9 @@ class Reproduction:
             if record.policy not in chosen or record.plain_denoiser != record.denoiser:
                 continue
             for curve in curves(rivals(record, results)):
-                equal = at_equal_steps(learned.mean_steps, curve).score
-                if equal is None:
-                    equal = max(curve, key=lambda result: result.record.budget).record.score
-                scores.setdefault(curve[0].record.policy, []).append(equal)
+                score = at_most_steps(learned.mean_steps, curve)[0].score
+                if score is not None:
+                    scores.setdefault(curve[0].record.policy, []).append(score)
         names = {parse_policy(rule).name for rule in self.study.others}
         known = {rule: sum(found) / len(found) for rule, found in scores.items() if rule in names}
         return max(known, key=lambda rule: known[rule]) if known else None

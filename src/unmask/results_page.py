@@ -21,7 +21,8 @@ END = "<!-- end of what `unmask report` made -->"
 RULES = {"iid": "IID", "top-prob": "top probability"}  # how the page calls them; the others by their own names
 LEGEND = (
     "Accuracy in percent. An order is compared with a rule at the same mean number of steps, the rule's "
-    "score interpolated linearly between its own nearest numbers of steps. *Best of three*: the best of IID, top "
+    "score interpolated linearly between its own nearest numbers of steps; a rule that ends by itself before that "
+    "counts with the most steps that it takes, fewer than the order's. *Best of three*: the best of IID, top "
     "probability and margin there, chosen after the fact, which favours it. The interval of a gain is a 95% bootstrap "
     "over problems and, where there are several, orders; that of an accuracy is Wilson's. *Flexible* takes the last "
     "number for the answer; everything else is strict (`#### number`). *Frozen*: every rule runs on the very denoiser "
@@ -177,10 +178,19 @@ def _orders(records: Sequence[Record], gains: Sequence[Gain]) -> Rows:
 
 def _rivals(gains: Sequence[Gain]) -> Rows:
     """The orders of each group against every rule."""
-    headings = ["order", "T", "against", "its score at equal steps", "gain, 95%"]
+    headings = ["order", "T", "steps", "against", "its score", "its steps", "gain, 95%"]
     ordered = sorted(gains, key=lambda g: (*_place(g), g.rival not in PLAIN_RULES, -g.rival_score, g.rival))
     return headings, [
-        [_kind(g), f"{g.trained_budget}", _called(g.rival), _percent(g.rival_score), _gain(g)] for g in ordered
+        [
+            _kind(g),
+            f"{g.trained_budget}",
+            f"{g.mean_steps:.2f}",
+            _called(g.rival),
+            _percent(g.rival_score),
+            "the same" if g.rival_steps > g.mean_steps - 0.005 else f"{g.rival_steps:.2f}",
+            _gain(g),
+        ]
+        for g in ordered
     ]
 
 
