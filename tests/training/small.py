@@ -68,14 +68,17 @@ def small_model(
     selection: str = "nonempty",
     tau: float = 0.3,
     seed: int = 0,
+    threshold: float = 0.0,
+    reads_denoiser: bool = False,
 ) -> OrderModel:
     """A random float64 model, far from uniform.  Every weight is random: at zero, a selector says nothing."""
     shape = BackboneConfig(width=16, layers=1, heads=2, intermediate=16, max_length=longest, absolute_positions=True)
     config = OrderModelConfig(
         vocab_size,
         shape,
-        selector=SelectorConfig(width=8, layers=1, heads=2, budgets=(budget,), positions=longest),
+        selector=SelectorConfig(8, 1, 2, (budget,), positions=longest, threshold=threshold),
         scorer=shape,
+        scorer_reads_denoiser=reads_denoiser,
         selection=selection,
         tau=tau,
     )

@@ -202,8 +202,10 @@ def batch(left=False, extra=0):
     return padded([case[1] for case in CASES], [case[2] for case in CASES], left, extra)
 
 
-def order_objective(cls=OrderObjective, selection="nonempty", **options):
-    return cls(small_model(budget=BUDGET, selection=selection, tau=0.1), BUDGET, K, LeaveOneOut(), seed=5, **options)
+def order_objective(cls=OrderObjective, selection="nonempty", start=None, **options):
+    """start: how the networks begin, of `small_model`."""
+    model = small_model(budget=BUDGET, selection=selection, tau=0.1, **(start or {}))
+    return cls(model, BUDGET, K, LeaveOneOut(), seed=5, **options)
 
 
 def log_law(log_p, masked, nonempty):
@@ -224,7 +226,9 @@ def log_law(log_p, masked, nonempty):
 def slow_terms(model, tokens, response, masked, reveal_time, t):
     """F1, KL and log Q of one trajectory of one sequence without padding, from the definitions."""
     tau, mask = model.config.tau, model.denoiser.mask_token_id
-    alpha = model.scorer(tokens[None])[0]
+    nothing_written = model.denoiser(torch.where(response, mask, tokens)[None])[0].log_softmax(-1)
+    known = torch.where(response, nothing_written[torch.arange(len(tokens)), tokens], 0.0).detach()
+    alpha = model.scorer(tokens[None], None, known[None])[0]
 
     def log_posterior(at):
         return (alpha - alpha[at].max()) / tau
@@ -304,9 +308,13 @@ def check_terms(objective, monkeypatch, examples=None):
     return terms, masked
 
 
+STARTS = [{}, {"threshold": 0.4}, {"reads_denoiser": True}]
+
+
+@pytest.mark.parametrize("start", STARTS, ids=str)
 @pytest.mark.parametrize("selection", ["nonempty", "bernoulli"])
-def test_terms_are_those_of_each_trajectory_alone(monkeypatch, selection):
-    terms, masked = check_terms(order_objective(selection=selection), monkeypatch)
+def test_terms_are_those_of_each_trajectory_alone(monkeypatch, selection, start):
+    terms, masked = check_terms(order_objective(selection=selection, start=start), monkeypatch)
     # The batch holds every case: the first step, the forced step, rows without a mask, trajectories that differ.
     assert not masked[4].any()
     assert (terms.elbo[4] == 0).all()

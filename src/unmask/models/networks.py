@@ -109,12 +109,12 @@ class Selector(nn.Module):
     so an untrained selector reveals each mask with probability 1 / (t + 1): the IID rule with a linear schedule.
     With a threshold l it starts as the rule that reveals what has a top probability c_n >= l:
 
-        s_n = f(...) + a (logit c_n - logit l),      a = 2 at the start, and learned
+        s_n = f(...) + a (logit c_n - logit l),      a = 1 at the start, and learned
     """
 
     TIME_FEATURES = 4
     CONFIDENCES = 3  # top probability, margin, entropy
-    LEAST = 1e-6  # c_n is kept so far from 0 and 1: its logit must be finite
+    LEAST = 0.01  # c_n is kept so far from 0 and 1: a rule that is too sure is one that no posterior can follow
 
     def __init__(self, config: SelectorConfig, denoiser_width: int, selection: Selection | None = None) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Selector(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(config.layers))
         self.norm = RMSNorm(D)
         self.out = nn.Linear(D, 1)
-        self.slope = nn.Parameter(torch.tensor([2.0])) if config.threshold else None  # a
+        self.slope = nn.Parameter(torch.ones(1)) if config.threshold else None  # a
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
@@ -191,20 +191,36 @@ class Selector(nn.Module):
 class OrderScorer(nn.Module):
     """alpha_phi(x_0) in [0, 1]^L from one pass over the clean sequence, prompt included.
 
-    The last layer starts with logits of standard deviation `initial_spread`: were all scores alike, every q would be
-    near one, the first trajectories would end after a single step, and there would be nothing to learn from.
+        alpha_n = sigmoid(g_n(x_0)),      or      sigmoid(g_n(x_0) + w known_n + b),      w = 1 and b = 3 at the start,
+
+    the second where it `reads_denoiser`: known_n is the log-probability of the true token at n where nothing is written
+    yet, so that it starts from the denoiser's own order, what is sure first.
+
+    The last layer starts with logits of a standard deviation of 1: were all scores alike, every q would be near one,
+    the first trajectories would end after a single step, and there would be nothing to learn from.  Beside what the
+    denoiser knows it starts at a tenth of that.
     """
 
-    def __init__(self, config: BackboneConfig, vocab_size: int, initial_spread: float = 1.0) -> None:
+    LEAST_KNOWN = -6.0  # below, the scores would saturate
+
+    def __init__(self, config: BackboneConfig, vocab_size: int, reads_denoiser: bool = False) -> None:
         super().__init__()
         self.backbone = Backbone(config, vocab_size + 1)
         self.out = nn.Linear(config.width, 1)
-        nn.init.normal_(self.out.weight, std=initial_spread / config.width**0.5)
+        self.read_known = nn.Linear(1, 1) if reads_denoiser else None  # w and b
+        nn.init.normal_(self.out.weight, std=(0.1 if reads_denoiser else 1.0) / config.width**0.5)
         nn.init.zeros_(self.out.bias)
+        if self.read_known is not None:
+            nn.init.ones_(self.read_known.weight)
+            nn.init.constant_(self.read_known.bias, 3.0)
 
-    def forward(self, tokens: Tensor, attention: Tensor | Layout | None = None) -> Tensor:
-        """Scores [B, L] in float32 at least."""
-        return torch.sigmoid(_in_full_precision(self.out, self.backbone(tokens, attention)))
+    def forward(self, tokens: Tensor, attention: Tensor | Layout | None = None, known: Tensor | None = None) -> Tensor:
+        """Scores [B, L] in float32 at least; `known` [B, L] where it reads the denoiser."""
+        logits = _in_full_precision(self.out, self.backbone(tokens, attention))
+        if self.read_known is not None:
+            assert known is not None
+            logits = logits + _in_full_precision(self.read_known, known.clamp(min=self.LEAST_KNOWN)[..., None])
+        return torch.sigmoid(logits)
 
 
 def _in_full_precision(layer: nn.Linear, x: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ class OrderModelConfig:
     shift: bool = False
     selector: SelectorConfig | None = None
     scorer: BackboneConfig | None = None
+    scorer_reads_denoiser: bool = False
     selection: str = "nonempty"
     tau: float = 0.1
 
@@ -56,7 +57,8 @@ class OrderModel(nn.Module):
         self.tokenizer = tokenizer
         self.denoiser = Denoiser(config.denoiser, config.vocab_size, config.tied_head, config.shift)
         self.selector = Selector(config.selector, config.denoiser.width, self.selection) if config.selector else None
-        self.scorer = OrderScorer(config.scorer, config.vocab_size) if config.scorer else None
+        reads = config.scorer_reads_denoiser
+        self.scorer = OrderScorer(config.scorer, config.vocab_size, reads) if config.scorer else None
 
     @property
     def selection(self) -> Selection:

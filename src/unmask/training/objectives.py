@@ -203,7 +203,8 @@ class OrderObjective(nn.Module):
         device = examples.tokens.device
         first_step = (t == self.budget - 1).cpu()  # [B]
         t, ids = sent(t, device), sent(ids, device)
-        scores = model.scorer(examples.tokens, layout)  # [B, L]: one pass, whatever k and t
+        known = self._known(examples, layout) if model.config.scorer_reads_denoiser else None
+        scores = model.scorer(examples.tokens, layout, known)  # [B, L]: one pass, whatever k and t
         self.saturated = saturation(scores, examples.response)
         # Made here: Triton would take numbers that a compiled program counts out itself for 32-bit ones.
         steps, trajectory = torch.arange(1, self.budget, device=device), torch.arange(k, device=device)
@@ -219,6 +220,16 @@ class OrderObjective(nn.Module):
         logits = torch.where(shared, logits[:, :1], logits)
         terms = self.parts.terms(scores, masked, t, model.config.tau, log_mu, logits, model.selection)
         return terms, log_q, masked
+
+    @torch.no_grad()
+    def _known(self, examples: Examples, layout: Layout) -> Tensor:
+        """[B, L]: the log-probability of the true token where x_T is all that is seen; 0 outside the response.
+
+        Q may depend on x_0 in any way; that it depends on theta too is left out of theta's gradient.
+        """
+        num_masked = int(examples.num_response.sum())
+        tokens, response, likelihood = examples.tokens, examples.response, self.parts.likelihood
+        return read_denoiser(self.model.denoiser, tokens, response, layout, num_masked, likelihood).log_mu
 
     def draw(
         self,

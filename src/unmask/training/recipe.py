@@ -45,6 +45,7 @@ class ScorerRecipe:
     width: int = 0  # 0: the denoiser's
     layers: int = 2
     heads: int = 4
+    reads_denoiser: bool = False  # start from what the denoiser knows before anything is written
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "layers", "heads")

@@ -504,6 +504,7 @@ def _with_order(plain: OrderModel, recipe: Recipe) -> OrderModel:
                 kv_heads=0,
                 head_width=0,
             ),
+            scorer_reads_denoiser=scorer.reads_denoiser,
             selection=order.selection,
             tau=order.tau,
         )
