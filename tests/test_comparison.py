@@ -16,6 +16,7 @@ from unmask.comparison import (
     Result,
     area,
     at_equal_steps,
+    at_most_steps,
     comparable,
     compare,
     crossed_difference,
@@ -186,7 +187,7 @@ def test_a_rule_a_little_below_its_budget_needs_one_step_more():
 def test_a_rule_that_never_takes_so_many_steps_says_so():
     """An adaptive rule stops at 3.00 steps whatever its budget: evaluating it at more would not help."""
     curve = [result("threshold", budget, steps=[3] * E) for budget in (4, 16)]
-    assert at_equal_steps(5.5, curve).missing == "takes 3.00 steps at most"
+    assert at_equal_steps(5.5, curve).missing == "takes 3.00 steps at a budget of 16"
 
 
 def test_of_points_with_the_same_mean_the_smallest_budget_counts():
@@ -358,6 +359,21 @@ def test_gains_keep_apart_what_differs_in_more_than_the_seed():
     ]
     without = [r._replace(verdicts=None) for r in (learned(), *rules)]
     assert gains(without) == []
+
+
+def test_neighbouring_budgets_are_neighbours():
+    """iid at a budget of 2 may reveal all at once in some sequence: 1 and a little over 1 apart."""
+    almost = [result("iid", 1, "10000000"), result("iid", 2, "11110000", [2] * (E - 1) + [1])]
+    further = [*almost, result("iid", 3, "11111111", [3] * E)]  # 1.125 steps behind the second
+    assert at_equal_steps(2.5, further).score is not None
+    assert at_equal_steps(2.5, [further[0], further[2]]).score is None
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_rule_that_ends_early_is_known_at_whole_steps_too(steps):
+    early = [result("factor:1", budget, "11111110", [1] * E) for budget in (steps, steps + 1)]
+    assert at_most_steps(float(steps), early)[1] == 1.0
+    assert at_most_steps(float(steps), early[:1])[0].score is None, "it had no more"
 
 
 # --- the area ---------------------------------------------------------------------------------------------------------

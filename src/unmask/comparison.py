@@ -114,7 +114,7 @@ def paired_difference(first: np.ndarray, second: np.ndarray, seed: int = 0) -> D
 def at_equal_steps(mean_steps: float, curve: Sequence[Result]) -> AtEqualSteps:
     """The score of one heuristic at a mean number of steps m, interpolated between its own nearest points.
 
-    (1 - w) s_a + w s_b  with  w = (m - m_a) / (m_b - m_a),  m_a <= m <= m_b  and  m_b - m_a <= 1.
+    (1 - w) s_a + w s_b  with  w = (m - m_a) / (m_b - m_a),  m_a <= m <= m_b,  one step or one budget apart at most.
 
     For rules that take as many steps as their budget, a and b are the floor and the ceiling of m.  Of points with the
     same mean, the one with the smallest budget counts.
@@ -122,7 +122,7 @@ def at_equal_steps(mean_steps: float, curve: Sequence[Result]) -> AtEqualSteps:
     points = sorted(curve, key=lambda point: (point.mean_steps, point.record.budget))
     below = max((p for p in points if p.mean_steps <= mean_steps + NEAR), key=lambda p: p.mean_steps, default=None)
     above = min((p for p in points if p.mean_steps >= mean_steps - NEAR), key=lambda p: p.mean_steps, default=None)
-    if below is None or above is None or above.mean_steps - below.mean_steps > 1 + NEAR:
+    if below is None or above is None or not _are_next(below, above):
         return AtEqualSteps(None, missing=_what_is_missing(mean_steps, points))
     width = above.mean_steps - below.mean_steps
     w = (mean_steps - below.mean_steps) / width if width > NEAR else 0.0
@@ -132,8 +132,13 @@ def at_equal_steps(mean_steps: float, curve: Sequence[Result]) -> AtEqualSteps:
     return AtEqualSteps(score, (1 - w) * below.verdicts.valid + w * above.verdicts.valid)
 
 
+def _are_next(below: Result, above: Result) -> bool:
+    """Some rules (iid) take a little less than their budget, so neighbours may be a hair more than a step apart."""
+    return above.mean_steps - below.mean_steps <= 1 + NEAR or above.record.budget - below.record.budget == 1
+
+
 def at_most_steps(mean_steps: float, curve: Sequence[Result]) -> tuple[AtEqualSteps, float]:
-    """At equal steps, or where the rule ends earlier however large its budget is, at the most steps that it takes."""
+    """At equal steps, or where the rule takes fewer though it had more, at what it takes with its largest budget."""
     equal, most = at_equal_steps(mean_steps, curve), _with_most(curve)
     if equal.score is None and _ends_before(mean_steps, most):
         return AtEqualSteps(most.record.score, 1.0 * most.verdicts.valid if most.verdicts else None), most.mean_steps
@@ -145,8 +150,8 @@ def _with_most(curve: Sequence[Result]) -> Result:
 
 
 def _ends_before(mean_steps: float, most: Result) -> bool:
-    """Whether a rule, at its largest budget `most`, has steps to spare and yet takes fewer than these."""
-    return most.mean_steps < mean_steps and most.record.budget > _floor(mean_steps) + 1
+    """Whether a rule, at its largest budget `most`, may take more steps than these and takes fewer."""
+    return most.mean_steps < mean_steps and most.record.budget > math.ceil(mean_steps - NEAR)
 
 
 def _floor(mean_steps: float) -> int:
@@ -157,7 +162,7 @@ def _what_is_missing(mean_steps: float, points: Sequence[Result]) -> str:
     floor = _floor(mean_steps)
     most = _with_most(points)
     if _ends_before(mean_steps, most):
-        return f"takes {most.mean_steps:.2f} steps at most"
+        return f"takes {most.mean_steps:.2f} steps at a budget of {most.record.budget}"
     # A rule that takes a little less than its budget (iid) may need one step more.
     close = [p.record.budget for p in points if mean_steps - 1 <= p.mean_steps <= mean_steps + NEAR]
     first = max([floor, *close])

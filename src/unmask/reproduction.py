@@ -274,7 +274,8 @@ class Reproduction:
             stages.append(self._evaluation(split, run, rules, split.steps, against))
             frozen = [order for order in against if not self._is_joint(order)]  # by which the best other is chosen
             if first and self.study.others and frozen:
-                stages.append(self._evaluation(split, run, self.study.others, (), frozen, "others"))
+                # At the largest budget too: some of them end by themselves, and that is what they then come to.
+                stages.append(self._evaluation(split, run, self.study.others, split.steps[-1:], frozen, "others"))
         return stages
 
     def _rivals_of(self, order: str) -> str:
@@ -317,7 +318,13 @@ class Reproduction:
 
     def run(self, wanted: Sequence[str] = ()) -> None:
         """Do what has not been done; what was interrupted goes on, and the rest is as it was."""
-        stages = self.stages(wanted)
+        from unmask.training.folder import locked
+
+        self.out.mkdir(parents=True, exist_ok=True)
+        with locked(self.out):
+            self._run(self.stages(wanted))
+
+    def _run(self, stages: Sequence[Stage]) -> None:
         self.shown = {
             stage.name: f"[{place}/{len(stages)}] {stage.name}" for place, stage in enumerate(stages, start=1)
         }
@@ -479,24 +486,26 @@ class Reproduction:
     def _best_other(self) -> str | None:
         """Of the other rules, the one with the best mean score at the steps of the orders on the first split.
 
-        A rule that never takes as many steps as an order counts with its score at the most that it takes.
+        A rule that takes fewer steps than an order even at its largest budget counts with its score there.
         """
         from unmask.comparison import at_most_steps, curves, rivals
         from unmask.decoding.policies import parse_policy
 
         first, chosen = self.study.evaluate[0], [_learned_name(rule) for rule in self.study.learned]
         results = [result for result in self.evaluated() if result.record.split == first.split]
+        orders = [
+            learned
+            for learned in results
+            if learned.record.policy in chosen and learned.record.plain_denoiser == learned.record.denoiser
+        ]
         scores: dict[str, list[float]] = {}
-        for learned in results:
-            record = learned.record
-            if record.policy not in chosen or record.plain_denoiser != record.denoiser:
-                continue
-            for curve in curves(rivals(record, results)):
+        for learned in orders:
+            for curve in curves(rivals(learned.record, results)):
                 score = at_most_steps(learned.mean_steps, curve)[0].score
                 if score is not None:
                     scores.setdefault(curve[0].record.policy, []).append(score)
         names = {parse_policy(rule).name for rule in self.study.others}
-        known = {rule: sum(found) / len(found) for rule, found in scores.items() if rule in names}
+        known = {rule: sum(found) for rule, found in scores.items() if rule in names and len(found) == len(orders)}
         return max(known, key=lambda rule: known[rule]) if known else None
 
 

@@ -21,8 +21,8 @@ END = "<!-- end of what `unmask report` made -->"
 RULES = {"iid": "IID", "top-prob": "top probability"}  # how the page calls them; the others by their own names
 LEGEND = (
     "Accuracy in percent. An order is compared with a rule at the same mean number of steps, the rule's "
-    "score interpolated linearly between its own nearest numbers of steps; a rule that ends by itself before that "
-    "counts with the most steps that it takes, fewer than the order's. *Best of three*: the best of IID, top "
+    "score interpolated linearly between its own nearest numbers of steps; a rule that takes fewer steps than the "
+    "order even at its largest budget here counts with those. *Best of three*: the best of IID, top "
     "probability and margin there, chosen after the fact, which favours it. The interval of a gain is a 95% bootstrap "
     "over problems and, where there are several, orders; that of an accuracy is Wilson's. *Flexible* takes the last "
     "number for the answer; everything else is strict (`#### number`). *Frozen*: every rule runs on the very denoiser "

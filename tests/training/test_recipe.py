@@ -273,6 +273,7 @@ WRONG_VALUES = [
     ("order.budget=1", "budget (T) must be at least 2, got 1: in one step everything is revealed"),
     ("order.max_bad=0", "max_bad must be at least 1, got 0"),
     ("order.restored_rate=0", "restored_rate must lie above 0 and be at most 1, got 0"),
+    ("model.selector.threshold=0.995", "threshold must be 0 (none) or lie between 0.01 and 0.99, got 0.995"),
     ("order.hold_selector=1", "hold_selector must be at least 0 and below 1, got 1"),
     ("order.on_collapse=ignore", "choose from report, restore"),
     ("saving.keep=0", "keep must be at least 1, got 0"),

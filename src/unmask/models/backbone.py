@@ -285,8 +285,9 @@ class Layout(NamedTuple):
             return cls(positions, attention[:, None, None, :], None, (B, L))
         num_tokens = int(attention.sum()) if num_tokens is None else num_tokens
         M = packed_length(num_tokens, tokens.device)
-        at, lengths, spare = places(attention, M), attention.sum(-1), M - num_tokens
-        if spare:  # sequences that nobody looks at, none longer than the others
+        at, lengths, spare = places(attention, num_tokens), attention.sum(-1), M - num_tokens
+        if spare:  # sequences that nobody looks at, copies of the first place, none longer than the others
+            at = pad(at, (0, spare))
             lengths = pad(pad(lengths, (0, spare // L), value=L), (0, 1), value=spare % L)
         ends = pad(lengths.cumsum(0), (1, 0)).int()
         return cls(positions.flatten()[at][None], Spans(ends, L), at, (B, L), num_tokens)
@@ -315,12 +316,9 @@ def packed_length(num_tokens: int, device: torch.device) -> int:
 
 
 def places(where: Tensor, count: int | None) -> Tensor:
-    """[M]: the True places of the flattened `where`.  A known count M spares the host from waiting for the device.
-
-    Where there are fewer than M, the rest are 0.
-    """
+    """[M]: the True places of the flattened `where`.  A known count M spares the host from waiting for the device."""
     flat = where.flatten()
-    return (flat.nonzero() if count is None else flat.nonzero_static(size=count, fill_value=0))[:, 0]
+    return (flat.nonzero() if count is None else flat.nonzero_static(size=count))[:, 0]
 
 
 def scatter(values: Tensor, at: Tensor, shape: tuple[int, ...]) -> Tensor:

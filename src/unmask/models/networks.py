@@ -93,8 +93,8 @@ class SelectorConfig:
     threshold: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.threshold < 1:
-            raise ValueError(f"threshold must be 0 (none) or a probability below 1, got {self.threshold}")
+        if self.threshold and not Selector.LEAST < self.threshold < 1 - Selector.LEAST:
+            raise ValueError(f"threshold must be 0 (none) or lie between 0.01 and 0.99, got {self.threshold}")
         if self.positions < 0:
             raise ValueError(f"positions must be 0 (none) or the longest sequence, got {self.positions}")
         if not self.budgets or min(self.budgets) < 1:

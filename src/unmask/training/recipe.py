@@ -38,6 +38,8 @@ class SelectorRecipe:
     def __post_init__(self) -> None:
         _at_least(self, 1, "layers", "heads")
         _at_least(self, 0, "width")
+        if self.threshold and not 0.01 < self.threshold < 0.99:
+            raise ValueError(f"threshold must be 0 (none) or lie between 0.01 and 0.99, got {self.threshold}")
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class OrderRecipe(Optimisation):
     continued: str = ""  # joint: a run that is the plainly continued denoiser; "": one is trained, into RUN/baseline
     selector_rate: float = 1e-3
     scorer_rate: float = 1e-3
-    hold_selector: float = 0.0  # the share of the updates in which the selector stays as it was born, and Q comes to it
+    hold_selector: float = 0.0  # the share of the updates in which the selector's rate is 0, and Q comes to it
     kl_weight: float = 1.0  # of the order KL at the first update, falling to 1 at half time; the paper has 1 throughout
     attach_selector: bool = False  # let the selector's loss reach the denoiser
     on_collapse: Literal["report", "restore"] = "report"  # restore: go back to the best order, at a smaller rate
