@@ -244,8 +244,9 @@ class Reproduction:
         return load_recipe(name, overrides)
 
     def _is_trained(self, run: str) -> bool:
-        folder = self.out / run
-        return (folder / "config.json").exists() and not (folder / "checkpoints").exists()
+        from unmask.training.folder import is_finished
+
+        return is_finished(self.out / run)
 
     def _is_joint(self, run: str) -> bool:
         order = self._recipe(run).order
@@ -330,10 +331,10 @@ class Reproduction:
         }
         try:
             if self.jobs > 1:
-                needs_best = [BEST_OTHER in stage.command for stage in stages]
-                self._at_once([stage for stage, needs in zip(stages, needs_best, strict=True) if not needs])
-                self._at_once([stage for stage, needs in zip(stages, needs_best, strict=True) if needs])
-            for planned in stages if self.jobs == 1 else []:
+                self._at_once([stage for stage in stages if BEST_OTHER not in stage.command])
+                self._at_once([stage for stage in stages if BEST_OTHER in stage.command])
+                return
+            for planned in stages:
                 if stage := self._left(planned):
                     self.say(f"{self.shown[stage.name]}: {written(stage)}")
                     self._do(stage)

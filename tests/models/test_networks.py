@@ -77,10 +77,10 @@ def selector_input(*shape, seed=0):
     return hidden, confidences, torch.rand(*shape, generator=source) < 0.6
 
 
-def selector(trained=True, positions=0, threshold=0.0):
+def selector(trained=True, positions=0):
     """A trained one has its last layer drawn at random: at zero it would hide what the layers below do."""
     torch.manual_seed(1)
-    config = SelectorConfig(width=8, layers=1, heads=2, budgets=(4, 9), positions=positions, threshold=threshold)
+    config = SelectorConfig(width=8, layers=1, heads=2, budgets=(4, 9), positions=positions)
     network = Selector(config, TRUNK.width).double()
     if trained:
         with torch.no_grad():
@@ -102,28 +102,12 @@ def test_an_untrained_selector_is_the_iid_rule(positions):
 
 
 @torch.no_grad()
-def test_an_untrained_selector_with_a_threshold_is_that_rule():
-    """Softened, whatever the step: what has a top probability above it is more likely revealed than not."""
-    hidden, confidences, masked = selector_input(9, 6)
-    confidences[0, :3, 0] = torch.tensor([0.0, 0.7, 1.0])
-    logits = selector(trained=False, threshold=0.7)(hidden, confidences, masked, torch.arange(1, 10), 9)
-    top = confidences[..., 0]
-    assert logits.isfinite().all()
-    assert abs(float(logits[0, 1])) < 1e-6
-    clear = (top - 0.7).abs() > 1e-6
-    assert torch.equal((logits > 0)[clear], (top > 0.7)[clear])
-    order = top.flatten().argsort()
-    assert (logits.flatten()[order].diff() >= 0).all(), "the surer, the sooner"
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("threshold", [0.0, 0.7])
-def test_everything_the_selector_is_given_matters(threshold):
+def test_everything_the_selector_is_given_matters():
     hidden, confidences, masked = selector_input(1, 6)
-    t, network = torch.tensor([3]), selector(threshold=threshold)
+    t, network = torch.tensor([3]), selector()
     before = network(hidden, confidences, masked, t, 9)
-    without_shift = before + (0 if threshold else t.log())
-    later = network(hidden, confidences, masked, t + 1, 9) + (0 if threshold else (t + 1).log())
+    without_shift = before + t.log()
+    later = network(hidden, confidences, masked, t + 1, 9) + (t + 1).log()
     changed = {
         "hidden": network(hidden + 0.1, confidences, masked, t, 9),
         "budget": network(hidden, confidences, masked, t, 4),

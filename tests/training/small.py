@@ -68,7 +68,6 @@ def small_model(
     selection: str = "nonempty",
     tau: float = 0.3,
     seed: int = 0,
-    threshold: float = 0.0,
     reads_denoiser: bool = False,
 ) -> OrderModel:
     """A random float64 model, far from uniform.  Every weight is random: at zero, a selector says nothing."""
@@ -76,7 +75,7 @@ def small_model(
     config = OrderModelConfig(
         vocab_size,
         shape,
-        selector=SelectorConfig(8, 1, 2, (budget,), positions=longest, threshold=threshold),
+        selector=SelectorConfig(8, 1, 2, (budget,), positions=longest),
         scorer=shape,
         scorer_reads_denoiser=reads_denoiser,
         selection=selection,

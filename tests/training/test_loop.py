@@ -52,7 +52,7 @@ def rates_of(model, kind, **rates):
     return {name: (getattr(model, name), rates.get(name, 1e-3)) for name in names}
 
 
-def run(tmp_path, kind="order", how=None, seed=0, model=None, held=None, **rates):
+def run(tmp_path, kind="order", how=None, seed=0, model=None, **rates):
     """A short stage on a small model; the model and the recorded metrics."""
     model = small_model(budget=BUDGET) if model is None else model
     path = tmp_path / "metrics.jsonl"
@@ -60,8 +60,7 @@ def run(tmp_path, kind="order", how=None, seed=0, model=None, held=None, **rates
     objective = objectives_of(model, seed, rates.get("denoiser", 1e-3) > 0)[kind]
     how = how or stage()
     accelerator = Accelerator(cpu=True)
-    rates, metrics = rates_of(model, kind, **rates), Metrics(path)
-    run_stage(kind, 0, objective, rates, how, TASK, seed, accelerator, metrics, held=held or {})
+    run_stage(kind, 0, objective, rates_of(model, kind, **rates), how, TASK, seed, accelerator, Metrics(path))
     return model, json_lines(path)
 
 
@@ -460,25 +459,6 @@ def test_the_progress_line_fits_in_80_columns(capsys, monkeypatch):
     assert len(line) <= 80
     for part in ("baseline", "3/2500", "/s", "bound -1.234", "recon -0.987", "KL 0.247", "Q steps 1.875"):
         assert part in line
-
-
-def test_a_network_that_is_held_stays_until_its_time(tmp_path):
-    """Of four updates the selector sits out two; the scorer learns from the first."""
-    before = small_model(budget=BUDGET)
-
-    def moved(updates, held):
-        model = copy.deepcopy(before)
-        run(tmp_path, "order", stage(updates=updates), model=model, held={"selector": held})
-        return {
-            name: any(not torch.equal(p, q) for p, q in zip(now.parameters(), then.parameters(), strict=True))
-            for name, now, then in (
-                ("selector", model.selector, before.selector),
-                ("scorer", model.scorer, before.scorer),
-            )
-        }
-
-    assert moved(4, 0.99) == {"selector": False, "scorer": True} == moved(1, 0.5)
-    assert moved(4, 0.5) == {"selector": True, "scorer": True} == moved(1, 0.0)
 
 
 def test_a_stage_leaves_its_objective_in_evaluation_mode(tmp_path):

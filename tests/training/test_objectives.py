@@ -308,7 +308,7 @@ def check_terms(objective, monkeypatch, examples=None):
     return terms, masked
 
 
-STARTS = [{}, {"threshold": 0.4}, {"reads_denoiser": True}]
+STARTS = [{}, {"reads_denoiser": True}]
 
 
 @pytest.mark.parametrize("start", STARTS, ids=str)

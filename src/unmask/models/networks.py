@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -81,8 +80,6 @@ class SelectorConfig:
 
     `positions` > 0 gives it learned absolute positions of its own, up to that length: on a canvas that is all mask, the
     denoiser's last layer says the same everywhere and need not remember where it is, but an order must start somewhere.
-
-    `threshold` > 0 makes it start as the rule of that name, softened, and not as the IID rule.
     """
 
     width: int
@@ -90,11 +87,8 @@ class SelectorConfig:
     heads: int
     budgets: tuple[int, ...]
     positions: int = 0
-    threshold: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.threshold and not Selector.LEAST < self.threshold < 1 - Selector.LEAST:
-            raise ValueError(f"threshold must be 0 (none) or lie between 0.01 and 0.99, got {self.threshold}")
         if self.positions < 0:
             raise ValueError(f"positions must be 0 (none) or the longest sequence, got {self.positions}")
         if not self.budgets or min(self.budgets) < 1:
@@ -107,14 +101,10 @@ class Selector(nn.Module):
         s_n = f(hidden_n, confidences_n, masked_n, t, T) - log t,      f = 0 at the start
 
     so an untrained selector reveals each mask with probability 1 / (t + 1): the IID rule with a linear schedule.
-    With a threshold l it starts as the rule that reveals what has a top probability c_n >= l:
-
-        s_n = f(...) + a (logit c_n - logit l),      a = 1 at the start, and learned
     """
 
     TIME_FEATURES = 4
     CONFIDENCES = 3  # top probability, margin, entropy
-    LEAST = 0.01  # c_n is kept so far from 0 and 1: a rule that is too sure is one that no posterior can follow
 
     def __init__(self, config: SelectorConfig, denoiser_width: int, selection: Selection | None = None) -> None:
         super().__init__()
@@ -130,7 +120,6 @@ class Selector(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(config.layers))
         self.norm = RMSNorm(D)
         self.out = nn.Linear(D, 1)
-        self.slope = nn.Parameter(torch.ones(1)) if config.threshold else None  # a
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
@@ -166,15 +155,7 @@ class Selector(nn.Module):
         said = torch.cat([confidences, masked[..., None]], dim=-1)
         seen = layout.take(torch.cat([said, time[:, None].expand(*masked.shape, -1)], dim=-1))
         out = self.run(layout.take(hidden).to(dtype), seen.to(dtype), layout.positions, layout.attend)
-        return layout.put(out) + self._start(confidences[..., 0], t)
-
-    def _start(self, top: Tensor, t: Tensor) -> Tensor:
-        """What is added to f [B, L], from the top probabilities [B, L] and t [B]."""
-        if self.slope is None:
-            return -t.log()[:, None]
-        return self.slope * (
-            full_precision(top).logit(self.LEAST) - math.log(self.config.threshold / (1 - self.config.threshold))
-        )
+        return layout.put(out) - t.log()[:, None]
 
     def run(self, hidden: Tensor, seen: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """All that is worth compiling: one number a place from what is known there."""

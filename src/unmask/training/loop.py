@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -58,14 +57,12 @@ def run_stage(
     *,
     keeper: Keeper | None = None,
     guard: CollapseGuard | None = None,
-    held: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
     """Minimise `objective` for `stage.updates` updates, less those that the keeper's checkpoint has behind it.
 
     rates: for each network by name, its module and learning rate; 0 freezes it.  Each network is clipped by its own
     norm, so a spike in the scorer's noisy gradient does not shrink the others' steps.
     begin_update: called before every update with the fraction of the stage that lies behind it.
-    held: networks by name that stay as they are until this fraction lies behind.
     """
     shares = accelerator.num_processes * stage.accumulate
     if stage.batch < shares:
@@ -133,8 +130,7 @@ def run_stage(
         for update, micro_batches in zip(updates, batches, strict=True):
             factor = state.rate_scale * learning_rate_factor(update, stage)
             for group in adamw.param_groups:
-                waits = update < held.get(group["name"], 0.0) * stage.updates
-                group["lr"] = 0.0 if waits else rates[group["name"]][1] * factor
+                group["lr"] = rates[group["name"]][1] * factor
             begin_update(update / stage.updates)
             state.update = update + 1
             recorded = _backward(run, micro_batches, stage.batch, accelerator)

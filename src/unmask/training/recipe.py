@@ -33,13 +33,10 @@ class SelectorRecipe:
     width: int = 0  # 0: a quarter of the denoiser's, at least 32
     layers: int = 1
     heads: int = 4
-    threshold: float = 0.0  # above 0: it starts as the rule `threshold`, with this one; 0: as the IID rule
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "layers", "heads")
         _at_least(self, 0, "width")
-        if self.threshold and not 0.01 < self.threshold < 0.99:
-            raise ValueError(f"threshold must be 0 (none) or lie between 0.01 and 0.99, got {self.threshold}")
 
 
 @dataclass(frozen=True)
@@ -145,7 +142,6 @@ class OrderRecipe(Optimisation):
     continued: str = ""  # joint: a run that is the plainly continued denoiser; "": one is trained, into RUN/baseline
     selector_rate: float = 1e-3
     scorer_rate: float = 1e-3
-    hold_selector: float = 0.0  # the share of the updates in which the selector's rate is 0, and Q comes to it
     kl_weight: float = 1.0  # of the order KL at the first update, falling to 1 at half time; the paper has 1 throughout
     attach_selector: bool = False  # let the selector's loss reach the denoiser
     on_collapse: Literal["report", "restore"] = "report"  # restore: go back to the best order, at a smaller rate
@@ -175,8 +171,6 @@ class OrderRecipe(Optimisation):
             raise ValueError("attach_selector needs denoiser_rate > 0: a frozen denoiser takes no gradient")
         if self.continued and self.denoiser_rate == 0:
             raise ValueError("continued is for denoiser_rate > 0: the rivals of a frozen order run on its own denoiser")
-        if not 0 <= self.hold_selector < 1:
-            raise ValueError(f"hold_selector must be at least 0 and below 1, got {self.hold_selector}")
         if not 0 < self.restored_rate <= 1:
             raise ValueError(f"restored_rate must lie above 0 and be at most 1, got {self.restored_rate}")
         if not (self.selector_rate or self.scorer_rate):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from accelerate import Accelerator
@@ -171,7 +170,7 @@ class _Training:
             compile=self.compiled,
         )
         guard = CollapseGuard(how.budget, how.restored_rate if how.on_collapse == "restore" else 0.0)
-        self._stage("order", 1, objective, _order_rates(model, how), how, guard, {"selector": how.hold_selector})
+        self._stage("order", 1, objective, _order_rates(model, how), how, guard)
         if folder is not None:
             self._save(model, folder)
             self.checkpoints.remove("order")
@@ -193,7 +192,6 @@ class _Training:
         rates: Rates,
         how: Optimisation,
         guard: CollapseGuard | None = None,
-        held: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """`index` names the stage's stream of examples and times: no two stages see the same ones."""
         accelerator = self.accelerator
@@ -215,7 +213,6 @@ class _Training:
             begin,
             keeper=self.keeper,
             guard=guard,
-            held=held,
         )
         if sharded:
             copy_into(dict(objective.named_parameters()), {n: whole(p) for n, p in trained.named_parameters()})
@@ -495,7 +492,6 @@ def _with_order(plain: OrderModel, recipe: Recipe) -> OrderModel:
                 heads=selector.heads,
                 budgets=(order.budget,),
                 positions=trunk.max_length if trunk.absolute_positions else 0,
-                threshold=selector.threshold,
             ),
             scorer=dataclasses.replace(
                 trunk,
