@@ -79,9 +79,9 @@ set = ["denoise.batch=8", "denoise.learning_rate=1e-4"]
 [[train]]
 name = "shared"
 recipe = "order.toml"
-start = "denoiser"
+start = "frozen"
 baseline = "continued"
-set = ["order.denoiser_rate=1e-4", "order.budget=3"]
+set = ["order.denoiser_rate=1e-4", "order.budget=3", "order.from_init=true"]
 seeds = [0, 1]
 
 [[evaluate]]
@@ -132,6 +132,20 @@ def test_stages_in_order(study):
     assert names[:7] == FIRST
     assert names[7:15] == [f"new-numbers-dev/{name}" for name in LATER]
     assert names[15:] == [f"test/{name}" for name in LATER if name != "denoiser/others"]
+
+
+def test_every_seed_starts_from_its_own(study):
+    """`shared` goes on with the orders of `frozen`, whose seeds it has; all of those start from the one denoiser."""
+    plan = reproduction(study, study / "nowhere")
+    starts = {run: plan._recipe(run).init for run in FIRST}
+    nowhere = study / "nowhere"
+    assert starts == {
+        "denoiser": "",
+        **dict.fromkeys(("frozen-seed0", "frozen-seed1", "joint", "continued"), str(nowhere / "denoiser")),
+        **{f"shared-seed{seed}": str(nowhere / f"frozen-seed{seed}") for seed in (0, 1)},
+    }
+    by_name = {stage.name: stage for stage in plan.stages()}
+    assert plan._needs(by_name["shared-seed1"]) == {"frozen-seed1", "continued"}
 
 
 def test_what_it_writes(study):
@@ -312,7 +326,7 @@ def test_what_waits_for_what(study, tmp_path, monkeypatch):
     assert names[1] == ["test/denoiser", "test/joint", "test/continued"], "what needs the best of the others"
     after = {job.name: job.after - {""} for jobs in rounds for job in jobs}
     assert after["frozen-seed1"] == {"denoiser"}
-    assert after["shared-seed0"] == {"denoiser", "continued"}
+    assert after["shared-seed0"] == {"frozen-seed0", "continued"}
     assert after["test/frozen-seed0"] == {"frozen-seed0", "new-numbers-dev/frozen-seed0"}
     orders = {f"new-numbers-dev/frozen-seed{seed}" for seed in (0, 1)}
     assert after["new-numbers-dev/denoiser"] == {"denoiser", "frozen-seed0", "frozen-seed1", *orders}
@@ -380,6 +394,11 @@ WRONG = {
         'baseline = "dis',
         "shared has the baseline 'distinued', which is no run bef",
     ),
+    "seeds of its own": (
+        '"order.from_init=true"]\nseeds = [0, 1]',
+        '"order.from_init=true"]\nseeds = [1, 2]',
+        "shared starts from 'frozen', which has seeds of its own",
+    ),
     "no such start": ('start = "denoiser"', 'start = "denoisr"', "starts from 'denoisr', which is no run before it"),
     "unknown key": ("others =", "other =", "unknown key 'other'; did you mean 'others'?"),
     "no learned rule": (
@@ -423,7 +442,7 @@ def test_a_baseline_that_does_not_fit_its_orders_is_refused_at_once(study, refus
         )
     )
     words[1] = path
-    assert "shared-seed0 and its baseline continued must start from the same run" in refused(*words[:-1])
+    assert "shared-seed0 and its baseline continued must start from the same denoiser" in refused(*words[:-1])
 
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "recipes" / "studies").glob("*.toml")), ids=str)

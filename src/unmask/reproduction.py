@@ -6,8 +6,9 @@ policies, others       heuristics; of the others only the best joins in after th
 learned                how orders decode, such as "learned(deterministic)"; chosen on the first split among these and
 learned_tried          these, which are evaluated there only
 bf16                   evaluate with the denoiser's trunk in bfloat16
-[[train]]              a run for each seed: `recipe` with the overrides `set`, from the run that `start` names; a joint
-                       order beside the run that `baseline` names, or beside one of its own
+[[train]]              a run for each seed: `recipe` with the overrides `set`, from the run that `start` names (if that
+                       has the same seeds: from the one of its own seed); a joint order beside the run that `baseline`
+                       names, or beside one of its own
 [[evaluate]]           a held-out split: every order, and every heuristic at the steps that the orders take
 
 OUT/RUN/                            the folder of a run
@@ -58,7 +59,7 @@ class Training:
 
     name: str
     recipe: str  # a name, or a file beside the study's
-    start: str = ""  # the name of an earlier one, whose denoiser it starts from
+    start: str = ""  # the name of an earlier one, from which it starts
     baseline: str = ""  # of a joint order: the name of an earlier one, which is that denoiser plainly trained on
     set: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()  # none: the recipe's own
@@ -100,8 +101,9 @@ class Study:
             for what, name in (("starts from", training.start), ("has the baseline", training.baseline)):
                 if name and name not in names[:place]:
                     raise ValueError(f"{training.name} {what} {name!r}, which is no run before it")
-                if name and self.train[names.index(name)].seeds:
-                    raise ValueError(f"{training.name} {what} {name!r}, which has several seeds")
+                seeds = self.train[names.index(name)].seeds if name else ()
+                if seeds and (what != "starts from" or seeds != training.seeds):
+                    raise ValueError(f"{training.name} {what} {name!r}, which has seeds of its own")
 
 
 class Stage(NamedTuple):
@@ -178,15 +180,17 @@ class Reproduction:
         self.beside = out / "results" / path.stem
         self.recipes: dict[str, tuple[str, list[str]]] = {}  # by run: the recipe's name and its overrides
         self.training: dict[str, Training] = {}
+        self.start: dict[str, str] = {}  # by run: the run that it starts from, or ""
         self.best_other: str | None = None
         given = [_addressed(override) for override in overrides]
         for training in study.train:
             beside = path.parent / training.recipe
             name = str(beside) if beside.is_file() else training.recipe
-            start = [f"init={out / training.start}"] if training.start else []
-            start += [f"order.continued={out / training.baseline}"] if training.baseline else []
             for run, seed in training.runs():
                 own = [value for whose, value in given if whose in ("", run, training.name)]
+                self.start[run] = self._of_the_same_seed(training, run)
+                start = [f"init={out / self.start[run]}"] if training.start else []
+                start += [f"order.continued={out / training.baseline}"] if training.baseline else []
                 self.recipes[run] = (name, [*start, *training.set, *seed, *own])
                 self.training[run] = training
         known = {"", *self.training, *(training.name for training in study.train)}
@@ -194,6 +198,11 @@ class Reproduction:
             raise ValueError(f"--set: no run {unknown[0]!r}; {_instead(unknown[0], known)}")
         self._check_orders()
         self._check_baselines()
+
+    def _of_the_same_seed(self, training: Training, run: str) -> str:
+        """The run that a run starts from: of several seeds, the one of its own."""
+        seed = run.removeprefix(training.name)
+        return training.start + seed if training.start + seed in self.training else training.start
 
     def _check_orders(self) -> None:
         """Refuse orders whose records nothing would tell apart: they would be taken for seeds of one order."""
@@ -216,8 +225,8 @@ class Reproduction:
         for run, training in self.training.items():
             if not training.baseline:
                 continue
-            if self.training[training.baseline].start != training.start:
-                raise ValueError(f"{run} and its baseline {training.baseline} must start from the same run")
+            if self._denoiser_of(self.start[training.baseline]) != self._denoiser_of(self.start[run]):
+                raise ValueError(f"{run} and its baseline {training.baseline} must start from the same denoiser")
             for key, has, needed in not_continued(self._recipe(training.baseline), self._recipe(run)):
                 raise ValueError(
                     f"{training.baseline} has {key} = {has!r}, but as the baseline of {run} it must have {needed!r}"
@@ -281,8 +290,13 @@ class Reproduction:
 
     def _rivals_of(self, order: str) -> str:
         """The run on whose denoiser an order's rivals are evaluated: its own, where it names no other."""
-        training = self.training[order]
-        return (training.baseline if self._is_joint(order) else training.start) or order
+        return self.training[order].baseline or order if self._is_joint(order) else self._denoiser_of(order)
+
+    def _denoiser_of(self, run: str) -> str:
+        """The run that trained the denoiser of a run, as far as the study knows: a frozen order has another's."""
+        start = self.start.get(run, "")
+        frozen = start and self._recipe(run).denoise is None and not self._is_joint(run)
+        return self._denoiser_of(start) if frozen else run
 
     def known(self, stage: Stage) -> Stage:
         """With the best of the other rules in the place of BEST_OTHER, once it is known."""
@@ -376,7 +390,7 @@ class Reproduction:
     def _needs(self, stage: Stage) -> frozenset[str]:
         """The stages that must come first.  Two that evaluate the same run, and write to its records, never meet."""
         if not stage.runs:
-            return frozenset([self.training[stage.name].start, self.training[stage.name].baseline])
+            return frozenset([self.start[stage.name], self.training[stage.name].baseline])
         return frozenset([*stage.runs, *(f"{stage.of[0]}/{order}" for order in stage.runs[1:])])
 
     def _is_done(self, stage: Stage) -> bool:

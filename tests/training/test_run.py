@@ -338,6 +338,40 @@ def test_an_order_for_an_earlier_denoiser(base, tmp_path):
     assert [line["stage"] for line in json_lines(tmp_path / "run" / "metrics.jsonl")] == ["order"] * 2
 
 
+def test_an_earlier_order_gone_on_with(base, tmp_path, monkeypatch):
+    """Selector and scorer start as those of the earlier run, at another T too, and see other examples."""
+    started = {}
+
+    def spy(name, index, objective, *rest, **hook):
+        started[index] = weights(objective.model)
+
+    monkeypatch.setattr(run_module, "run_stage", spy)
+    overrides = [f"init={base / 'frozen'}", "order.from_init=true", "order.budget=3", "order.tau=0.2"]
+    model = train(load_recipe(order_only(base), overrides), tmp_path / "run", cpu=True)
+    assert list(started) == [4]
+    assert same(started[4], weights(OrderModel.from_pretrained(base / "frozen")))
+    assert (model.selector.budgets, model.config.tau) == ((3,), 0.2)
+
+
+NO_ORDER_TO_GO_ON_WITH = {
+    "none": (["init={base}/frozen/denoiser"], "has no order to go on with"),
+    "selector": (["init={base}/frozen", "model.selector.heads=1"], "has another selector than [model.selector] says"),
+    "scorer": (["init={base}/frozen", "model.scorer.heads=1"], "has another scorer than [model.scorer] says"),
+    "reads": (["init={base}/frozen", "model.scorer.reads_denoiser=true"], "has another scorer than [model.scorer]"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "expected"), NO_ORDER_TO_GO_ON_WITH.values(), ids=NO_ORDER_TO_GO_ON_WITH.keys())
+def test_an_order_that_cannot_be_gone_on_with(base, tmp_path, overrides, expected):
+    overrides = [override.format(base=base) for override in overrides]
+    with pytest.raises(RecipeError) as caught:
+        train(load_recipe(order_only(base), [*overrides, "order.from_init=true"]), tmp_path / "run", cpu=True)
+    assert expected in one_line(caught)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(RecipeError, match=r"set init to its run, and leave \[denoise\] out"):
+        recipe(base, f"init={base / 'frozen'}", "order.from_init=true")
+
+
 def test_an_earlier_denoiser_trained_on(base, tmp_path):
     wanted = without(recipe(base, f"init={base / 'frozen'}"), model=ModelRecipe(), order=None)
     model = train(wanted, tmp_path / "run", cpu=True)

@@ -138,6 +138,7 @@ class OrderRecipe(Optimisation):
     tau: float = 0.1
     selection: Literal["nonempty", "bernoulli"] = "nonempty"
     baseline: Literal["leave-one-out", "none", "moving-average"] = "leave-one-out"
+    from_init: bool = False  # go on with the order of the run that `init` names, instead of a fresh one
     denoiser_rate: float = 0.0  # 0: frozen
     continued: str = ""  # joint: a run that is the plainly continued denoiser; "": one is trained, into RUN/baseline
     selector_rate: float = 1e-3
@@ -239,6 +240,8 @@ class Recipe:
             raise ValueError("nothing to train: give [denoise], [order] or both")
         if not self.denoise and not self.init:
             raise ValueError("an order needs a denoiser: give [denoise], or init = 'the folder of an earlier run'")
+        if self.order and self.order.from_init and (not self.init or self.denoise):
+            raise ValueError("order.from_init goes on with an order: set init to its run, and leave [denoise] out")
         if self.denoise and self.order and self.order.continued:
             raise ValueError("order.continued starts where the order does: leave [denoise] out, and set init")
         if self.init and self.model.causal:

@@ -170,7 +170,8 @@ class _Training:
             compile=self.compiled,
         )
         guard = CollapseGuard(how.budget, how.restored_rate if how.on_collapse == "restore" else 0.0)
-        self._stage("order", 1, objective, _order_rates(model, how), how, guard)
+        index = 4 if how.from_init else 1  # the order that it goes on with may have seen the examples of stage 1
+        self._stage("order", index, objective, _order_rates(model, how), how, guard)
         if folder is not None:
             self._save(model, folder)
             self.checkpoints.remove("order")
@@ -294,7 +295,12 @@ def _new_model(recipe: Recipe, task: Task) -> OrderModel:
     with torch.random.fork_rng(), torch.device("cpu"):
         torch.manual_seed(recipe.seed)
         denoiser = _denoiser(recipe, task)
-        return _with_order(denoiser, recipe) if recipe.order else denoiser
+        if recipe.order is None:
+            return denoiser
+        model = _with_order(denoiser, recipe)
+    if recipe.order.from_init:
+        _take_order(model, recipe.init)
+    return model
 
 
 def _continued_elsewhere(recipe: Recipe, start: OrderModel) -> OrderModel | None:
@@ -511,6 +517,25 @@ def _with_order(plain: OrderModel, recipe: Recipe) -> OrderModel:
         raise RecipeError(f"model: {error}") from None
     model.denoiser.load_state_dict(plain.denoiser.state_dict())
     return model
+
+
+def _take_order(model: OrderModel, source: str) -> None:
+    """The selector and the scorer of another run, in the place of fresh ones.  T and tau may change, shapes may not."""
+    where, found = f"order.from_init: init = {source!r}", OrderModel.from_pretrained(source)
+    if found.selector is None or found.scorer is None:
+        raise RecipeError(f"{where} has no order to go on with: name a run that has one, or leave order.from_init out")
+    assert model.config.selector is not None
+    assert found.config.selector is not None
+    same = {
+        "selector": dataclasses.replace(found.config.selector, budgets=model.config.selector.budgets)
+        == model.config.selector,
+        "scorer": (found.config.scorer, found.config.scorer_reads_denoiser)
+        == (model.config.scorer, model.config.scorer_reads_denoiser),
+    }
+    for name, fits in same.items():
+        if not fits:
+            raise RecipeError(f"{where} has another {name} than [model.{name}] says: make them agree")
+        getattr(model, name).load_state_dict(getattr(found, name).state_dict())
 
 
 def _baseline(order: OrderRecipe) -> Baseline:
