@@ -39,7 +39,8 @@ from unmask.models.networks import SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
 from unmask.tasks.task import Examples
 from unmask.training.loop import Metrics, run_stage
-from unmask.training.objectives import DenoiseObjective, OrderObjective, log_likelihood
+from unmask.training.objectives import DenoiseObjective, OrderObjective
+from unmask.training.reading import log_likelihood
 from unmask.training.recipe import Optimisation
 from unmask.training.run import compile_networks
 from unmask.variational.estimators import LeaveOneOut

@@ -25,7 +25,8 @@ from unmask.processes import Processes
 from unmask.streams import Purpose, uniforms
 from unmask.tasks.diversity import distinct_range, sequence_codes
 from unmask.tasks.task import Examples, Task, held_out_split
-from unmask.training.objectives import OrderObjective, placed, read_denoiser
+from unmask.training.objectives import OrderObjective
+from unmask.training.reading import placed, read_denoiser
 from unmask.variational.estimators import NoBaseline
 from unmask.verdicts import IDENTITY, Asked, Chunk, VerdictFile, Verdicts, joined, verdicts_in
 

@@ -67,8 +67,8 @@ def small_model(
     budget: int = 3,
     selection: str = "nonempty",
     tau: float = 0.3,
+    teacher: str = "",
     seed: int = 0,
-    reads_denoiser: bool = False,
 ) -> OrderModel:
     """A random float64 model, far from uniform.  Every weight is random: at zero, a selector says nothing."""
     shape = BackboneConfig(width=16, layers=1, heads=2, intermediate=16, max_length=longest, absolute_positions=True)
@@ -77,7 +77,7 @@ def small_model(
         shape,
         selector=SelectorConfig(8, 1, 2, (budget,), positions=longest),
         scorer=shape,
-        scorer_reads_denoiser=reads_denoiser,
+        teacher=teacher,
         selection=selection,
         tau=tau,
     )

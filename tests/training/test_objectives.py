@@ -3,6 +3,7 @@
 The checks are then run on planted mistakes, and must reject every one of them.
 """
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -22,9 +23,10 @@ from unmask.training.objectives import (
     OrderObjective,
     mask_counts,
     mask_uniformly,
-    placed,
     saturation,
 )
+from unmask.training.reading import placed
+from unmask.training.teacher import first_logits, parse_teacher, reveal_steps
 from unmask.variational.enumeration import TinyModel, posterior_chain
 from unmask.variational.estimators import LeaveOneOut, MovingAverage, NoBaseline
 
@@ -202,9 +204,8 @@ def batch(left=False, extra=0):
     return padded([case[1] for case in CASES], [case[2] for case in CASES], left, extra)
 
 
-def order_objective(cls=OrderObjective, selection="nonempty", start=None, **options):
-    """start: how the networks begin, of `small_model`."""
-    model = small_model(budget=BUDGET, selection=selection, tau=0.1, **(start or {}))
+def order_objective(cls=OrderObjective, selection="nonempty", teacher="", **options):
+    model = small_model(budget=BUDGET, selection=selection, tau=0.1, teacher=teacher)
     return cls(model, BUDGET, K, LeaveOneOut(), seed=5, **options)
 
 
@@ -226,9 +227,12 @@ def log_law(log_p, masked, nonempty):
 def slow_terms(model, tokens, response, masked, reveal_time, t):
     """F1, KL and log Q of one trajectory of one sequence without padding, from the definitions."""
     tau, mask = model.config.tau, model.denoiser.mask_token_id
-    nothing_written = model.denoiser(torch.where(response, mask, tokens)[None])[0].log_softmax(-1)
-    known = torch.where(response, nothing_written[torch.arange(len(tokens)), tokens], 0.0).detach()
-    alpha = model.scorer(tokens[None], None, known[None])[0]
+    start = None
+    if model.config.teacher:  # test_teacher.py has its steps
+        alone = Examples(tokens[None], response[None], torch.ones_like(response)[None])
+        steps = reveal_steps(parse_teacher(model.config.teacher), model.denoiser, alone, BUDGET)
+        start = first_logits(steps, alone.response)
+    alpha = model.scorer(tokens[None], start=start)[0]
 
     def log_posterior(at):
         return (alpha - alpha[at].max()) / tau
@@ -308,13 +312,9 @@ def check_terms(objective, monkeypatch, examples=None):
     return terms, masked
 
 
-STARTS = [{}, {"reads_denoiser": True}]
-
-
-@pytest.mark.parametrize("start", STARTS, ids=str)
 @pytest.mark.parametrize("selection", ["nonempty", "bernoulli"])
-def test_terms_are_those_of_each_trajectory_alone(monkeypatch, selection, start):
-    terms, masked = check_terms(order_objective(selection=selection, start=start), monkeypatch)
+def test_terms_are_those_of_each_trajectory_alone(monkeypatch, selection):
+    terms, masked = check_terms(order_objective(selection=selection), monkeypatch)
     # The batch holds every case: the first step, the forced step, rows without a mask, trajectories that differ.
     assert not masked[4].any()
     assert (terms.elbo[4] == 0).all()
@@ -325,6 +325,34 @@ def test_terms_are_those_of_each_trajectory_alone(monkeypatch, selection, start)
     assert (terms.order_kl[[1, 2, 3]] > 0.1).any(-1).all()
     for row in (0, 1):
         assert not (masked[row] == masked[row, :1]).all(), "the draw has no power"
+
+
+def test_terms_with_a_teacher(monkeypatch):
+    """Scores that start from a rule's order; with the scorer's part, no two of them tie."""
+    objective = order_objective(teacher="threshold:0.8")
+    check_terms(objective, monkeypatch)
+    start = objective._start(placed(batch(), objective.model)[0])
+    assert len(start[0].unique()) > 2, "the test has no power"
+    monkeypatch.setattr(objective, "_start", lambda examples: 0.9 * start)
+    with pytest.raises(AssertionError, match=r"wrong|always revealed"):
+        check_terms(objective, monkeypatch)
+
+
+def test_a_teacher_that_is_followed_to_the_letter(monkeypatch):
+    """With g = 0 what is revealed at one step ties: q = 1, log Q = 0 where all went as taught, and nothing is NaN."""
+    objective = order_objective(teacher="threshold:0.6")
+    objective.model.config = replace(objective.model.config, tau=1e-3)
+    with torch.no_grad():
+        objective.model.scorer.out.weight.zero_()
+    drawn = record_trajectories(monkeypatch)
+    examples = batch()
+    terms, log_q, masked = objective.terms(examples, IDS, TIMES)
+    steps = reveal_steps(parse_teacher("threshold:0.6"), objective.model.denoiser, examples, BUDGET)
+    later = steps >= (BUDGET - 1 - TIMES)[:, None]  # x_{t+1} has seen the steps 0 .. T-2-t
+    assert torch.equal(masked, (later & examples.response)[:, None].expand_as(masked))
+    assert torch.equal(drawn[0].masked, masked)
+    assert log_q.abs().max() < 1e-9
+    assert terms.elbo.isfinite().all()
 
 
 class _Misled(OrderObjective):

@@ -353,11 +353,23 @@ def test_an_earlier_order_gone_on_with(base, tmp_path, monkeypatch):
     assert (model.selector.budgets, model.config.tau) == ((3,), 0.2)
 
 
+def test_an_order_that_is_taught(base, tmp_path):
+    """A held scorer says nothing beside its teacher, and the selector comes to follow it."""
+    taught = ["order.teacher=threshold:0.9", "order.scorer_rate=0", "order.selector_rate=0.01", "order.updates=100"]
+    wanted = load_recipe(order_only(base), [f"init={base / 'frozen'}", *taught])
+    model = train(wanted, tmp_path / "run", cpu=True)
+    assert model.config.teacher == "threshold:0.9"
+    assert (model.scorer.out.weight == 0).all()
+    kl = [line["order_kl"] for line in json_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert kl[-1] < 0.5 * kl[0]
+    assert OrderModel.from_pretrained(tmp_path / "run").config == model.config
+
+
 NO_ORDER_TO_GO_ON_WITH = {
     "none": (["init={base}/frozen/denoiser"], "has no order to go on with"),
     "selector": (["init={base}/frozen", "model.selector.heads=1"], "has another selector than [model.selector] says"),
     "scorer": (["init={base}/frozen", "model.scorer.heads=1"], "has another scorer than [model.scorer] says"),
-    "reads": (["init={base}/frozen", "model.scorer.reads_denoiser=true"], "has another scorer than [model.scorer]"),
+    "teacher": (["init={base}/frozen", "order.teacher=factor:1"], "taught by 'no rule': give the same order.teacher"),
 }
 
 

@@ -172,36 +172,23 @@ class Selector(nn.Module):
 class OrderScorer(nn.Module):
     """alpha_phi(x_0) in [0, 1]^L from one pass over the clean sequence, prompt included.
 
-        alpha_n = sigmoid(g_n(x_0)),      or      sigmoid(g_n(x_0) + w known_n + b),      w = 1 and b = 3 at the start,
+        alpha_n = sigmoid(g_n(x_0)),      or, with a teacher,      sigmoid(g_n(x_0) + start_n),      g = 0 at the start
 
-    the second where it `reads_denoiser`: known_n is the log-probability of the true token at n where nothing is written
-    yet, so that it starts from the denoiser's own order, what is sure first.
-
-    The last layer starts with logits of a standard deviation of 1: were all scores alike, every q would be near one,
-    the first trajectories would end after a single step, and there would be nothing to learn from.  Beside what the
-    denoiser knows it starts at a tenth of that.
+    Without a teacher the last layer starts with logits of a standard deviation of 1: were all scores alike, every q
+    would be near one, the first trajectories would end after a single step, and there would be nothing to learn from.
     """
 
-    LEAST_KNOWN = -6.0  # below, the scores would saturate
-
-    def __init__(self, config: BackboneConfig, vocab_size: int, reads_denoiser: bool = False) -> None:
+    def __init__(self, config: BackboneConfig, vocab_size: int, taught: bool = False) -> None:
         super().__init__()
         self.backbone = Backbone(config, vocab_size + 1)
         self.out = nn.Linear(config.width, 1)
-        self.read_known = nn.Linear(1, 1) if reads_denoiser else None  # w and b
-        nn.init.normal_(self.out.weight, std=(0.1 if reads_denoiser else 1.0) / config.width**0.5)
+        nn.init.normal_(self.out.weight, std=0.0 if taught else 1 / config.width**0.5)
         nn.init.zeros_(self.out.bias)
-        if self.read_known is not None:
-            nn.init.ones_(self.read_known.weight)
-            nn.init.constant_(self.read_known.bias, 3.0)
 
-    def forward(self, tokens: Tensor, attention: Tensor | Layout | None = None, known: Tensor | None = None) -> Tensor:
-        """Scores [B, L] in float32 at least; `known` [B, L] where it reads the denoiser."""
+    def forward(self, tokens: Tensor, attention: Tensor | Layout | None = None, start: Tensor | None = None) -> Tensor:
+        """Scores [B, L] in float32 at least; `start` [B, L] is what the teacher says."""
         logits = _in_full_precision(self.out, self.backbone(tokens, attention))
-        if self.read_known is not None:
-            assert known is not None
-            logits = logits + _in_full_precision(self.read_known, known.clamp(min=self.LEAST_KNOWN)[..., None])
-        return torch.sigmoid(logits)
+        return torch.sigmoid(logits if start is None else logits + start)
 
 
 def _in_full_precision(layer: nn.Linear, x: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class OrderModelConfig:
     shift: bool = False
     selector: SelectorConfig | None = None
     scorer: BackboneConfig | None = None
-    scorer_reads_denoiser: bool = False
+    teacher: str = ""  # the rule from whose order the scores start; "": from a random one
     selection: str = "nonempty"
     tau: float = 0.1
 
@@ -57,8 +57,7 @@ class OrderModel(nn.Module):
         self.tokenizer = tokenizer
         self.denoiser = Denoiser(config.denoiser, config.vocab_size, config.tied_head, config.shift)
         self.selector = Selector(config.selector, config.denoiser.width, self.selection) if config.selector else None
-        reads = config.scorer_reads_denoiser
-        self.scorer = OrderScorer(config.scorer, config.vocab_size, reads) if config.scorer else None
+        self.scorer = OrderScorer(config.scorer, config.vocab_size, bool(config.teacher)) if config.scorer else None
 
     @property
     def selection(self) -> Selection:

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from unmask.decoding.confidence import confidence, features, log_probabilities
-from unmask.models.backbone import Layout, places, scatter, stream_dtype
+from unmask.models.backbone import places, scatter
 from unmask.models.networks import Denoiser
 from unmask.models.order_model import OrderModel
 from unmask.streams import Purpose, uniforms
 from unmask.tasks.task import Examples, sent
+from unmask.training.reading import log_likelihood, placed, read_denoiser, selector_features
+from unmask.training.teacher import first_logits, parse_teacher, reveal_steps
 from unmask.variational.elbo import BoundTerms, bound_terms
 from unmask.variational.estimators import Baseline, MovingAverage, estimate_bound
 from unmask.variational.posterior import log_prob, sample_times, sample_trajectories
@@ -28,55 +28,6 @@ from unmask.variational.posterior import log_prob, sample_times, sample_trajecto
 class Outcome(NamedTuple):
     loss: Tensor  # scalar
     metrics: dict[str, Tensor]  # scalars without gradient
-
-
-def placed(examples: Examples, network: nn.Module) -> tuple[Examples, Layout]:
-    """The examples on the device of a network, and their layout, without waiting for the device.
-
-    No mask where nothing is padded, which lets attention take its fastest path.
-    """
-    weight, total = next(network.parameters()), int(examples.num_tokens.sum())
-    examples = examples.to(weight.device)
-    attention = None if total == examples.tokens.numel() else examples.attention
-    return examples, Layout.of(examples.tokens, attention, stream_dtype(weight), total)
-
-
-def log_likelihood(logits: Tensor, tokens: Tensor) -> Tensor:
-    """log p [M] of the tokens [M] under logits [M, V]."""
-    return -cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens, reduction="none")
-
-
-class Reading(NamedTuple):
-    """What the denoiser says of the masked positions of R sequences, M of them."""
-
-    hidden: Tensor  # [R, L, D]
-    at: Tensor  # [M]: the masked places of the flattened [R, L]
-    logits: Tensor  # [M, V]
-    log_mu: Tensor  # [R, L]: log-probability of the true token where masked, else 0
-
-
-def read_denoiser(
-    denoiser: Denoiser,
-    tokens: Tensor,
-    masked: Tensor,
-    attention: Tensor | Layout | None,
-    num_masked: int | None = None,
-    likelihood: Callable[[Tensor, Tensor], Tensor] = log_likelihood,
-) -> Reading:
-    """Mask the clean tokens [R, L] where `masked` [R, L] and ask for them back; logits only where masked.
-
-    num_masked: M, where known; likelihood may be the same compiled.
-    """
-    hidden = denoiser.hidden(torch.where(masked, denoiser.mask_token_id, tokens), attention)
-    at = places(masked, num_masked)
-    logits = denoiser.logits(hidden.flatten(0, 1)[at])
-    log_mu = likelihood(logits, tokens.flatten()[at])
-    return Reading(hidden, at, logits, scatter(log_mu, at, masked.shape))
-
-
-def selector_features(logits: Tensor) -> Tensor:
-    """[M, 3]: what the selector reads of the logits [M, V]."""
-    return features(confidence(log_probabilities(logits)))
 
 
 class DenoiseObjective(nn.Module):
@@ -153,6 +104,7 @@ class OrderObjective(nn.Module):
         self.initial_kl_weight = self.kl_weight = initial_kl_weight
         self.budget, self.trajectories, self.baseline, self.seed = budget, trajectories, baseline, seed
         self.learn_denoiser, self.attach_selector = learn_denoiser, attach_selector
+        self.teacher = parse_teacher(model.config.teacher) if model.config.teacher else None
         self.saturated = torch.zeros(())  # of the last batch; `forward` reports it
         self.parts = _Parts(self.draw, log_likelihood, selector_features, bound_terms, self.conclude)
         if compile:
@@ -203,8 +155,8 @@ class OrderObjective(nn.Module):
         device = examples.tokens.device
         first_step = (t == self.budget - 1).cpu()  # [B]
         t, ids = sent(t, device), sent(ids, device)
-        known = self._known(examples, layout) if model.config.scorer_reads_denoiser else None
-        scores = model.scorer(examples.tokens, layout, known)  # [B, L]: one pass, whatever k and t
+        start = self._start(examples) if self.teacher else None
+        scores = model.scorer(examples.tokens, layout, start)  # [B, L]: one pass, whatever k and t
         self.saturated = saturation(scores, examples.response)
         # Made here: Triton would take numbers that a compiled program counts out itself for 32-bit ones.
         steps, trajectory = torch.arange(1, self.budget, device=device), torch.arange(k, device=device)
@@ -222,14 +174,14 @@ class OrderObjective(nn.Module):
         return terms, log_q, masked
 
     @torch.no_grad()
-    def _known(self, examples: Examples, layout: Layout) -> Tensor:
-        """[B, L]: the log-probability of the true token where x_T is all that is seen; 0 outside the response.
+    def _start(self, examples: Examples) -> Tensor:
+        """[B, L]: where the teacher starts the scores.
 
         Q may depend on x_0 in any way; that it depends on theta too is left out of theta's gradient.
         """
-        num_masked = int(examples.num_response.sum())
-        tokens, response, likelihood = examples.tokens, examples.response, self.parts.likelihood
-        return read_denoiser(self.model.denoiser, tokens, response, layout, num_masked, likelihood).log_mu
+        assert self.teacher is not None
+        denoiser, features = self.model.denoiser, self.parts.features
+        return first_logits(reveal_steps(self.teacher, denoiser, examples, self.budget, features), examples.response)
 
     def draw(
         self,

@@ -44,7 +44,6 @@ class ScorerRecipe:
     width: int = 0  # 0: the denoiser's
     layers: int = 2
     heads: int = 4
-    reads_denoiser: bool = False  # start from what the denoiser knows before anything is written
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "layers", "heads")
@@ -138,6 +137,7 @@ class OrderRecipe(Optimisation):
     tau: float = 0.1
     selection: Literal["nonempty", "bernoulli"] = "nonempty"
     baseline: Literal["leave-one-out", "none", "moving-average"] = "leave-one-out"
+    teacher: str = ""  # a rule, such as threshold:0.9, from whose order the posterior starts; "": from a random one
     from_init: bool = False  # go on with the order of the run that `init` names, instead of a fresh one
     denoiser_rate: float = 0.0  # 0: frozen
     continued: str = ""  # joint: a run that is the plainly continued denoiser; "": one is trained, into RUN/baseline
@@ -168,6 +168,10 @@ class OrderRecipe(Optimisation):
                 raise ValueError(f"{name} must lie between 0 (frozen) and 1, got {getattr(self, name)}")
         if not (self.denoiser_rate or self.selector_rate or self.scorer_rate):
             raise ValueError("denoiser_rate, selector_rate and scorer_rate are all 0: nothing would be learned")
+        if self.teacher:
+            from unmask.training.teacher import parse_teacher  # here, because it imports torch and `--help` must not
+
+            parse_teacher(self.teacher)
         if self.attach_selector and self.denoiser_rate == 0:
             raise ValueError("attach_selector needs denoiser_rate > 0: a frozen denoiser takes no gradient")
         if self.continued and self.denoiser_rate == 0:

@@ -508,7 +508,7 @@ def _with_order(plain: OrderModel, recipe: Recipe) -> OrderModel:
                 kv_heads=0,
                 head_width=0,
             ),
-            scorer_reads_denoiser=scorer.reads_denoiser,
+            teacher=order.teacher,
             selection=order.selection,
             tau=order.tau,
         )
@@ -529,13 +529,14 @@ def _take_order(model: OrderModel, source: str) -> None:
     same = {
         "selector": dataclasses.replace(found.config.selector, budgets=model.config.selector.budgets)
         == model.config.selector,
-        "scorer": (found.config.scorer, found.config.scorer_reads_denoiser)
-        == (model.config.scorer, model.config.scorer_reads_denoiser),
+        "scorer": found.config.scorer == model.config.scorer,
     }
     for name, fits in same.items():
         if not fits:
             raise RecipeError(f"{where} has another {name} than [model.{name}] says: make them agree")
         getattr(model, name).load_state_dict(getattr(found, name).state_dict())
+    if found.config.teacher != model.config.teacher:
+        raise RecipeError(f"{where} was taught by {found.config.teacher or 'no rule'!r}: give the same order.teacher")
 
 
 def _baseline(order: OrderRecipe) -> Baseline:

@@ -1,0 +1,64 @@
+"""What the denoiser says of masked sequences: asked with the true tokens around, and only where they are masked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from unmask.decoding.confidence import confidence, features, log_probabilities
+from unmask.models.backbone import Layout, places, scatter, stream_dtype
+from unmask.models.networks import Denoiser
+from unmask.tasks.task import Examples
+
+
+def placed(examples: Examples, network: nn.Module) -> tuple[Examples, Layout]:
+    """The examples on the device of a network, and their layout, without waiting for the device.
+
+    No mask where nothing is padded, which lets attention take its fastest path.
+    """
+    weight, total = next(network.parameters()), int(examples.num_tokens.sum())
+    examples = examples.to(weight.device)
+    attention = None if total == examples.tokens.numel() else examples.attention
+    return examples, Layout.of(examples.tokens, attention, stream_dtype(weight), total)
+
+
+def log_likelihood(logits: Tensor, tokens: Tensor) -> Tensor:
+    """log p [M] of the tokens [M] under logits [M, V]."""
+    return -cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), tokens, reduction="none")
+
+
+class Reading(NamedTuple):
+    """What the denoiser says of the masked positions of R sequences, M of them."""
+
+    hidden: Tensor  # [R, L, D]
+    at: Tensor  # [M]: the masked places of the flattened [R, L]
+    logits: Tensor  # [M, V]
+    log_mu: Tensor  # [R, L]: log-probability of the true token where masked, else 0
+
+
+def read_denoiser(
+    denoiser: Denoiser,
+    tokens: Tensor,
+    masked: Tensor,
+    attention: Tensor | Layout | None,
+    num_masked: int | None = None,
+    likelihood: Callable[[Tensor, Tensor], Tensor] = log_likelihood,
+) -> Reading:
+    """Mask the clean tokens [R, L] where `masked` [R, L] and ask for them back; logits only where masked.
+
+    num_masked: M, where known; likelihood may be the same compiled.
+    """
+    hidden = denoiser.hidden(torch.where(masked, denoiser.mask_token_id, tokens), attention)
+    at = places(masked, num_masked)
+    logits = denoiser.logits(hidden.flatten(0, 1)[at])
+    log_mu = likelihood(logits, tokens.flatten()[at])
+    return Reading(hidden, at, logits, scatter(log_mu, at, masked.shape))
+
+
+def selector_features(logits: Tensor) -> Tensor:
+    """[M, 3]: what the selector reads of the logits [M, V]."""
+    return features(confidence(log_probabilities(logits)))

@@ -1,0 +1,94 @@
+"""An unmasking rule as a teacher: its order, with the true tokens filled in, is where the posterior starts.
+
+The rule decides as it would in generation, but what it reveals is x_0's own token.  With l_n the step, counted from 0,
+at which it reveals n, the scores start at
+
+    alpha_n = e + (1 - 2 e) (1 - l_n / max_m l_m),      e = 1/20,
+
+as far apart as they can be: the least is blurred by the temperature.  What is revealed at one step ties, and has q = 1
+together.  A rule decides by the confidences that the selector reads, so the selector can follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from unmask.decoding.confidence import FEATURES, Confidence
+from unmask.decoding.policies import EntropyBounded, Factor, Policy, Step, Threshold, parse_policy
+from unmask.models.backbone import scatter
+from unmask.models.networks import Denoiser
+from unmask.tasks.task import Examples, sent
+from unmask.training.reading import placed, read_denoiser, selector_features
+
+EDGE = 1 / 20  # e
+
+
+def parse_teacher(text: str) -> Policy:
+    """The rule, or ValueError: it must reveal what the denoiser is sure of, by what the selector reads."""
+    rule = parse_policy(text)
+    if not isinstance(rule, Threshold | Factor | EntropyBounded) or not rule.reads <= FEATURES:
+        raise ValueError(f"teacher = {text!r} cannot teach: take threshold, factor or eb, such as threshold:0.9")
+    return rule
+
+
+@torch.no_grad()
+def reveal_steps(
+    rule: Policy,
+    denoiser: Denoiser,
+    examples: Examples,
+    budget: int,
+    features: Callable[[Tensor], Tensor] = selector_features,
+) -> Tensor:
+    """l [B, L]: the step at which the rule reveals each response position of x_0, 0 outside the response.
+
+    The last of the budget's steps reveals all that is left.  features may be the same compiled.
+    """
+    masked = examples.response.clone()  # [B, L]
+    steps = torch.zeros_like(examples.tokens)
+    for index in range(budget - 1):
+        num_masked = masked.sum(-1).cpu()  # [B]: the device is waited for
+        rows = num_masked.nonzero()[:, 0]
+        if not len(rows):
+            break
+        left, layout = placed(examples.rows(rows), denoiser)
+        there = sent(rows, masked.device)
+        at = masked[there]  # [R, L]
+        reading = read_denoiser(denoiser, left.tokens, at, layout, int(num_masked.sum()))
+        top, margin, entropy = scatter(features(reading.logits), reading.at, at.shape).unbind(-1)
+        revealed = rule.decide(
+            _step(left, at, index, budget, Confidence(log_top=top.log(), margin=margin, entropy=entropy))
+        )
+        masked[there] = at & ~revealed.reveal
+        steps += masked
+    return steps
+
+
+def _step(examples: Examples, masked: Tensor, index: int, budget: int, said: Confidence) -> Step:
+    """What the rule is told."""
+    ones = torch.ones_like(examples.tokens[:, 0])
+    num_response = examples.response.sum(-1)
+    return Step(
+        index * ones,
+        budget * ones,
+        examples.tokens,
+        masked,
+        examples.response,
+        num_response,
+        examples.attention,
+        uniforms=_nothing_drawn,
+        memory={},
+        said=said,
+    )
+
+
+def _nothing_drawn() -> Tensor:
+    raise AssertionError("a teacher draws nothing")
+
+
+def first_logits(steps: Tensor, response: Tensor) -> Tensor:
+    """logit alpha [B, L] in float32 from l [B, L]."""
+    last = torch.where(response, steps, 0).amax(-1, keepdim=True).clamp(min=1)
+    return torch.logit(EDGE + (1 - 2 * EDGE) * (1 - steps / last))

@@ -1,0 +1,106 @@
+"""A rule as a teacher against the generation engine: where the rule writes x_0 itself, its order is the teacher's."""
+
+import pytest
+import torch
+
+import unmask
+from tests.training.small import padded, small_model
+from unmask.decoding.policies import parse_policy
+from unmask.tasks.task import Examples
+from unmask.training import teacher
+from unmask.training.reading import read_denoiser, selector_features
+from unmask.training.recipe import RecipeError, load_recipe
+from unmask.training.teacher import first_logits, parse_teacher, reveal_steps
+
+BUDGET = 4
+RULES = ["threshold:0.6", "factor:1.2", "eb:0.5"]
+PROMPTS = [[2, 3, 3, 3, 3, 3, 3], [3, 0, 3, 3, 3, 3], [3, 3, 3, 3], [1, 1, 3]]  # 3 is the mask token
+
+
+@pytest.fixture(scope="module")
+def denoiser():
+    return small_model(seed=3).denoiser
+
+
+def written(denoiser, rule, budget=BUDGET):
+    """What the rule writes greedily, as examples x_0, and the steps at which it wrote it."""
+    prompts = padded(PROMPTS, [[token == 3 for token in prompt] for prompt in PROMPTS], left=True, extra=1)
+    with torch.no_grad():
+        out = unmask.generate(denoiser, prompts.tokens, parse_policy(rule), budget, attention=prompts.attention)
+    return Examples(out.tokens, prompts.response, prompts.attention), out.reveal_step.clamp(min=0)
+
+
+def check(denoiser, rule, budget=BUDGET):
+    examples, steps = written(denoiser, rule, budget)
+    assert len(set(steps[0].tolist())) > 2, "the test has no power"
+    found = reveal_steps(parse_teacher(rule), denoiser, examples, budget)
+    assert torch.equal(found, steps), "wrong steps"
+    return examples, found
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_order_is_that_of_generation_where_the_rule_writes_x0(denoiser, rule):
+    check(denoiser, rule)
+
+
+def test_the_last_step_of_the_budget_reveals_what_is_left(denoiser):
+    steps = [reveal_steps(parse_teacher("threshold:1"), denoiser, written(denoiser, "threshold:1", budget)[0], budget)
+             for budget in (3, 5)]  # fmt: skip
+    assert [int(found.max()) for found in steps] == [2, 4]
+    assert steps[0][0].bincount().tolist()[1:] == [1, 4], "one a step, then all four that are left"
+
+
+def test_the_true_tokens_are_filled_in(denoiser):
+    """Another x_0 has another order: what the rule would have written is not what it goes on from."""
+    examples, steps = check(denoiser, "threshold:0.6")
+    other = Examples(torch.where(examples.response, (examples.tokens + 1) % 3, examples.tokens), *_rest(examples))
+    found = reveal_steps(parse_teacher("threshold:0.6"), denoiser, other, BUDGET)
+    assert torch.equal(found == 0, steps == 0), "the first step sees no token of the response"
+    assert not torch.equal(found, steps)
+
+
+def _rest(examples):
+    return examples.response, examples.attention
+
+
+def test_a_row_has_the_same_order_alone(denoiser):
+    examples, steps = check(denoiser, "threshold:0.6")
+    for row in range(len(examples)):
+        alone = reveal_steps(parse_teacher("threshold:0.6"), denoiser, examples.only(row), BUDGET)
+        assert torch.equal(alone[0], steps[row])
+
+
+def _other_tokens(denoiser, tokens, *rest):
+    return read_denoiser(denoiser, (tokens + 1) % 3, *rest)
+
+
+MISTAKES = {
+    "other tokens are filled in": (BUDGET, _other_tokens, selector_features),
+    "a step too few": (BUDGET - 1, read_denoiser, selector_features),
+    "the margin for the top": (BUDGET, read_denoiser, lambda logits: selector_features(logits)[:, [1, 1, 2]]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_planted_mistakes_turn_the_check_red(denoiser, monkeypatch, mistake):
+    budget, reading, features = MISTAKES[mistake]
+    examples, steps = written(denoiser, "threshold:0.6")
+    monkeypatch.setattr(teacher, "read_denoiser", reading)
+    found = reveal_steps(parse_teacher("threshold:0.6"), denoiser, examples, budget, features)
+    assert not torch.equal(found, steps)
+
+
+def test_scores_start_as_far_apart_as_they_can():
+    steps = torch.tensor([[0, 9, 0, 1, 2], [0, 0, 0, 0, 0]])
+    response = torch.tensor([[True, False, True, True, True], [True] * 5])
+    alpha = first_logits(steps, response).sigmoid()
+    torch.testing.assert_close(alpha[0, response[0]], torch.tensor([0.95, 0.95, 0.5, 0.05]))
+    torch.testing.assert_close(alpha[1], torch.full((5,), 0.95))
+
+
+@pytest.mark.parametrize(
+    "rule", ["iid", "margin", "klass", "threshold(0.9,confidence=sampled)", "stochastic(margin,1)"]
+)
+def test_rules_that_cannot_teach(rule):
+    with pytest.raises(RecipeError, match=r"cannot teach: take threshold, factor or eb, such as threshold:0\.9"):
+        load_recipe("gsm8k-30m-order", ["init=runs/denoiser", f"order.teacher='{rule}'"])
