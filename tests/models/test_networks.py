@@ -257,3 +257,17 @@ def test_scores_and_logits_are_not_rounded_to_bfloat16():
     for values in (scores, logits):
         assert values.dtype != torch.bfloat16
         assert (values != values.bfloat16().to(values.dtype)).float().mean() > 0.9
+
+
+def test_a_selector_in_bfloat16_tells_sure_from_surer():
+    """0.9965 and 0.9975 are one number in bfloat16; their log-odds are not."""
+    torch.manual_seed(0)
+    selector = Selector(SelectorConfig(8, 1, 2, (3,)), 16).to(torch.bfloat16)
+    torch.nn.init.normal_(selector.out.weight)
+
+    def told(top):
+        said = torch.tensor([[[top, 0.99, 0.01]]])
+        return selector(torch.zeros(1, 1, 16), said, torch.tensor([[True]]), torch.tensor([1]), 3).item()
+
+    assert torch.tensor(0.9965).bfloat16() == torch.tensor(0.9975).bfloat16()
+    assert told(0.9965) != told(0.9975)

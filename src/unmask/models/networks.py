@@ -98,13 +98,15 @@ class SelectorConfig:
 class Selector(nn.Module):
     """p_psi^{t,n}(x_{t+1}) = sigmoid(s_n): should position n be revealed now, with t further steps to come?
 
-        s_n = f(hidden_n, confidences_n, masked_n, t, T) - log t,      f = 0 at the start
+        s_n = f(hidden_n, confidences_n, log c_n / (1 - c_n), masked_n, t, T) - log t,      f = 0 at the start
 
-    so an untrained selector reveals each mask with probability 1 / (t + 1): the IID rule with a linear schedule.
+    The log-odds of the top probability c tell 0.99 from 0.999, which are the same number in bfloat16.
+    An untrained selector reveals each mask with probability 1 / (t + 1): the IID rule with a linear schedule.
     """
 
     TIME_FEATURES = 4
-    CONFIDENCES = 3  # top probability, margin, entropy
+    SAID = 5  # top probability, margin, entropy; the log-odds of the first; masked or not
+    NEAREST_TO_ONE = 1e-6  # beyond, log-odds end
 
     def __init__(self, config: SelectorConfig, denoiser_width: int, selection: Selection | None = None) -> None:
         super().__init__()
@@ -114,7 +116,7 @@ class Selector(nn.Module):
         shape = BackboneConfig(width=D, layers=config.layers, heads=config.heads, intermediate=2 * D)
         self.shape = shape
         self.read_hidden = nn.Linear(denoiser_width, D)
-        self.read_confidences = nn.Linear(self.CONFIDENCES + 1, D)
+        self.read_confidences = nn.Linear(self.SAID, D)
         self.read_time = nn.Sequential(nn.Linear(self.TIME_FEATURES, D), nn.SiLU(), nn.Linear(D, D))
         self.positions = nn.Embedding(config.positions, D) if config.positions else None
         self.blocks = nn.ModuleList(Block(shape) for _ in range(config.layers))
@@ -152,14 +154,15 @@ class Selector(nn.Module):
         t = t.clamp(min=1).to(torch.promote_types(hidden.dtype, torch.float32))  # log t must not be rounded to bfloat16
         total = torch.zeros_like(t) + budget
         time = torch.stack([t / total, 1 / t, t.log(), total.log()], dim=-1)  # [B, 4]
-        said = torch.cat([confidences, masked[..., None]], dim=-1)
+        log_odds = torch.where(masked, torch.logit(confidences[..., 0], eps=self.NEAREST_TO_ONE), 0.0)
+        said = torch.cat([confidences, log_odds[..., None], masked[..., None]], dim=-1)
         seen = layout.take(torch.cat([said, time[:, None].expand(*masked.shape, -1)], dim=-1))
         out = self.run(layout.take(hidden).to(dtype), seen.to(dtype), layout.positions, layout.attend)
         return layout.put(out) - t.log()[:, None]
 
     def run(self, hidden: Tensor, seen: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """All that is worth compiling: one number a place from what is known there."""
-        said, time = seen.split([self.CONFIDENCES + 1, self.TIME_FEATURES], dim=-1)
+        said, time = seen.split([self.SAID, self.TIME_FEATURES], dim=-1)
         x = self.read_hidden(hidden) + self.read_confidences(said) + self.read_time(time)
         if self.positions is not None:
             x = x + self.positions(positions).to(x.dtype)
