@@ -3,6 +3,8 @@
 import json
 import shlex
 import shutil
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -132,6 +134,15 @@ def test_stages_in_order(study):
     assert names[:7] == FIRST
     assert names[7:15] == [f"new-numbers-dev/{name}" for name in LATER]
     assert names[15:] == [f"test/{name}" for name in LATER if name != "denoiser/others"]
+
+
+def test_the_other_rules_run_beyond_the_budgets_of_the_orders(study):
+    """What ends by itself ends there, and in between there is something to interpolate from."""
+    plan = reproduction(study, study / "nowhere")
+    for steps, expected in [((1, 2, 3, 4), ["3", "4"]), ((1, 2), ["2"])]:
+        plan.study = replace(plan.study, evaluate=(replace(plan.study.evaluate[0], steps=steps),))
+        [others] = [stage.command for stage in plan.stages() if stage.name.endswith("/others")]
+        assert [value for option, value in pairwise(others) if option == "--steps"] == expected
 
 
 def test_every_seed_starts_from_its_own(study):

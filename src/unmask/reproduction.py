@@ -261,6 +261,11 @@ class Reproduction:
         order = self._recipe(run).order
         return order is not None and order.denoiser_rate > 0
 
+    def _budget(self, run: str) -> int:
+        order = self._recipe(run).order
+        assert order is not None
+        return order.budget
+
     def _train(self, run: str) -> Stage:
         recipe, overrides = self.recipes[run]
         sets = [word for override in overrides for word in ("--set", override)]
@@ -284,8 +289,10 @@ class Reproduction:
             stages.append(self._evaluation(split, run, rules, split.steps, against))
             frozen = [order for order in against if not self._is_joint(order)]  # by which the best other is chosen
             if first and self.study.others and frozen:
-                # At the largest budget too: some of them end by themselves, and that is what they then come to.
-                stages.append(self._evaluation(split, run, self.study.others, split.steps[-1:], frozen, "others"))
+                # Beyond the orders' budgets too: some of them end by themselves, and that is what they then come to.
+                most = max(self._budget(order) for order in frozen)
+                beyond = [steps for steps in split.steps if steps > most] or split.steps[-1:]
+                stages.append(self._evaluation(split, run, self.study.others, beyond, frozen, "others"))
         return stages
 
     def _rivals_of(self, order: str) -> str:
