@@ -1,0 +1,95 @@
+"""Which rule should teach the order of a budget: its reconstruction with the true tokens filled in; nothing is trained.
+
+    python benchmarks/teachers.py RUN --rule threshold:0.9 --rule threshold:0.98 --budget 5 --budget 10 --out FILE
+
+RUN is a trained denoiser.  A rule reveals x_0 step by step as it would write (`unmask.training.teacher`).  For a budget,
+
+    reconstruction    1/N sum_n log mu^n(x_0^n), each token seen from the step that reveals it: what the bound comes to
+                      where the selector follows to the letter, in nats a token
+    mean_steps        how many steps that takes
+    without_error     the share of sequences whose every token is the most probable one when it is revealed
+
+A rule that looks at confidences alone does not know its budget: one walk serves all budgets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unmask.evaluation import device_name, revision
+from unmask.models.backbone import scatter
+from unmask.models.networks import Denoiser
+from unmask.tasks.task import Examples, held_out_split, on_split
+from unmask.training.reading import placed, read_denoiser
+from unmask.training.run import load_run
+from unmask.training.teacher import parse_teacher, reveal_steps
+
+
+@torch.no_grad()
+def walk(denoiser: Denoiser, examples: Examples, steps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each step of `steps` [B, L]: log mu of the true tokens still masked, and whether each is the top one."""
+    for step in range(int(steps.max()) + 1):
+        masked = examples.response & (steps >= step)
+        rows = masked.any(-1).nonzero()[:, 0].cpu()
+        left, layout = placed(examples.rows(rows), denoiser)
+        reading = read_denoiser(denoiser, left.tokens, masked[rows], layout)
+        best = scatter((reading.logits.argmax(-1) == left.tokens.flatten()[reading.at]), reading.at, left.tokens.shape)
+        log_mu, right = torch.zeros_like(steps, dtype=torch.float32), torch.ones_like(masked)
+        log_mu[rows], right[rows] = reading.log_mu.float(), best | ~masked[rows]
+        yield log_mu, right
+
+
+def measure(denoiser: Denoiser, examples: Examples, rule: str, budgets: Sequence[int]) -> Iterator[dict[str, Any]]:
+    steps = reveal_steps(parse_teacher(rule), denoiser, examples, max(budgets))  # [B, L]
+    seen = list(walk(denoiser, examples, steps))
+    N = examples.response.sum(-1)
+    for budget in budgets:
+        cut = steps.clamp(max=budget - 1)  # the last step reveals all that is left
+        log_mu, right = torch.zeros_like(steps, dtype=torch.float32), torch.ones_like(examples.response)
+        for step, (log_mu_then, right_then) in enumerate(seen[:budget]):
+            now = examples.response & (cut == step)
+            log_mu, right = torch.where(now, log_mu_then, log_mu), torch.where(now, right_then, right)
+        yield {
+            "rule": rule,
+            "budget": budget,
+            "reconstruction": round(float((log_mu.sum(-1) / N).mean()), 4),
+            "mean_steps": round(float((cut.amax(-1) + 1.0).mean()), 3),
+            "without_error": round(float(right.all(-1).float().mean()), 3),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--rule", action="append", required=True)
+    parser.add_argument("--budget", type=int, action="append", required=True)
+    parser.add_argument("--split", help="the held-out split, where the task has several")
+    parser.add_argument("--examples", type=int, default=64)
+    parser.add_argument("--out", type=Path, help="add the records to this file, one object a line")
+    options = parser.parse_args()
+    model, _, recipe, task = load_run(options.run)
+    task = on_split(task, options.split) if options.split else task
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    denoiser = model.eval().to(device).denoiser
+    examples = task.examples(torch.arange(options.examples), "test").to(device)
+    about = {"task": task.name, "split": held_out_split(task), "model": recipe.model.label}
+    about |= {"num_examples": options.examples, "device": device_name(device), "revision": revision()}
+    for rule in options.rule:
+        for row in measure(denoiser, examples, rule, options.budget):
+            print(
+                "{rule:>16}  T = {budget:<3} {reconstruction:8.4f} {mean_steps:6.2f} {without_error:6.3f}".format(**row)
+            )
+            if options.out:
+                with options.out.open("a") as file:
+                    file.write(json.dumps(about | row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
