@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.tasks.test_gsm8k import TEST, many, write_jsonl
 from tests.test_cli import call, refused  # noqa: F401
@@ -302,6 +303,15 @@ def test_it_goes_on_where_it_stopped(study, tmp_path):
         ("frozen-seed1", True),
     ]
     assert read_records(out / "frozen-seed1" / "results.jsonl")[0] in read_records(out / "results" / "study.jsonl")
+
+
+def test_a_stage_leaves_the_process_as_it_was(study, tmp_path, monkeypatch):
+    """The threads that a command asks for are its own: the next one may want as many as there are."""
+    before, ran = torch.get_num_threads(), []
+    monkeypatch.setattr(cli, "_command", lambda arguments: torch.set_num_threads(before + 1))
+    reproduction(study, tmp_path / "runs", ran).run(["denoiser"])
+    assert [arguments[0] for arguments in ran] == ["train"]
+    assert torch.get_num_threads() == before
 
 
 def test_stages_at_once(study, tmp_path):

@@ -21,6 +21,7 @@ from unmask.decoding.policies import NetworkPolicy, Policy, parse_policy
 from unmask.decoding.tokens import TokenChoice
 from unmask.models.networks import Denoiser, Selector
 from unmask.models.order_model import OrderModel, weights_hash
+from unmask.process_settings import process_settings
 from unmask.processes import Processes
 from unmask.streams import Purpose, uniforms
 from unmask.tasks.diversity import distinct_range, sequence_codes
@@ -164,7 +165,8 @@ def evaluate(
     for first in range(done, examples, CHUNK):
         ids = torch.arange(first, min(first + CHUNK, examples))
         mine, device = processes.share(ids), next(model.parameters()).device
-        part = _evaluate_chunk(engine, task, asked, mine, device, advance) if len(mine) else None
+        with process_settings(bf16=precision == "bf16"):
+            part = _evaluate_chunk(engine, task, asked, mine, device, advance) if len(mine) else None
         chunk = joined([found for found in processes.gather(part) if found is not None])
         if len(mine) < len(ids):
             advance(len(ids) - len(mine))  # what the others did

@@ -434,15 +434,18 @@ class Reproduction:
         return stage.command
 
     def _do(self, stage: Stage) -> None:
-        """A stage in this process."""
+        """A stage in this process, which it leaves as it was: the next one must not differ from the same on its own."""
         import torch
+
+        from unmask.process_settings import process_settings
 
         for run in stage.runs:
             if not self._is_trained(run):
                 raise ValueError(f"{stage.name} needs {self.out / run}: run its stage first")
         started, clock, finished = time.time(), time.perf_counter(), False
         try:
-            self.command(self._resumed(stage))
+            with process_settings():
+                self.command(self._resumed(stage))
             finished = True
         finally:
             self._note(stage, finished, started, time.perf_counter() - clock, 1)

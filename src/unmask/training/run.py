@@ -34,6 +34,7 @@ from unmask.models.order_model import (
 from unmask.models.pretrained import load_causal, load_tokenizer
 from unmask.models.smdm import load_smdm
 from unmask.models.vocabulary import vocabulary_of
+from unmask.process_settings import process_settings
 from unmask.tasks import make_task
 from unmask.tasks.task import Task, check_task
 from unmask.training.checkpoints import Checkpoint, CheckpointFolder, read_checkpoint
@@ -76,9 +77,8 @@ def train(
     """
     _check_trackers(recipe)
     task = _task(recipe)
-    if recipe.threads:
-        torch.set_num_threads(recipe.threads)
     with ExitStack() as stack:
+        stack.enter_context(process_settings(threads=recipe.threads, bf16=recipe.precision == "bf16"))
         accelerator = stack.enter_context(_accelerator(recipe, out, cpu))
         model = _new_model(recipe, task)
         plain = _continued_elsewhere(recipe, model)
