@@ -2,7 +2,8 @@
 
     python benchmarks/teachers.py RUN --rule threshold:0.9 --rule threshold:0.98 --budget 5 --budget 10 --out FILE
 
-RUN is a trained denoiser.  A rule reveals x_0 step by step as it would write (`unmask.training.teacher`).  For a budget,
+RUN is a trained denoiser.  A rule reveals x_0 step by step, as it would write it (`unmask.training.teacher`).  For each
+budget
 
     reconstruction    1/N sum_n log mu^n(x_0^n), each token seen from the step that reveals it: what the bound comes to
                       where the selector follows to the letter, in nats a token
