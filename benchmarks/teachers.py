@@ -10,7 +10,7 @@ budget
     mean_steps        how many steps that takes
     without_error     the share of sequences whose every token is the most probable one when it is revealed
 
-A rule that looks at confidences alone does not know its budget: one walk serves all budgets.
+One walk serves all budgets, but for a paced rule, which knows its budget.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unmask.decoding.policies import Threshold
 from unmask.evaluation import device_name, revision
 from unmask.models.backbone import scatter
 from unmask.models.networks import Denoiser
@@ -48,22 +49,27 @@ def walk(denoiser: Denoiser, examples: Examples, steps: Tensor) -> Iterator[tupl
 
 
 def measure(denoiser: Denoiser, examples: Examples, rule: str, budgets: Sequence[int]) -> Iterator[dict[str, Any]]:
-    steps = reveal_steps(parse_teacher(rule), denoiser, examples, max(budgets))  # [B, L]
-    seen = list(walk(denoiser, examples, steps))
-    N = examples.response.sum(-1)
-    for budget in budgets:
-        cut = steps.clamp(max=budget - 1)  # the last step reveals all that is left
-        log_mu, right = torch.zeros_like(steps, dtype=torch.float32), torch.ones_like(examples.response)
-        for step, (log_mu_then, right_then) in enumerate(seen[:budget]):
-            now = examples.response & (cut == step)
-            log_mu, right = torch.where(now, log_mu_then, log_mu), torch.where(now, right_then, right)
-        yield {
-            "rule": rule,
-            "budget": budget,
-            "reconstruction": round(float((log_mu.sum(-1) / N).mean()), 4),
-            "mean_steps": round(float((cut.amax(-1) + 1.0).mean()), 3),
-            "without_error": round(float(right.all(-1).float().mean()), 3),
-        }
+    teacher = parse_teacher(rule)
+    paced = isinstance(teacher, Threshold) and teacher.paced
+    for group in [[budget] for budget in budgets] if paced else [budgets]:
+        steps = reveal_steps(teacher, denoiser, examples, max(group))  # [B, L]
+        seen = list(walk(denoiser, examples, steps))
+        for budget in group:
+            yield {"rule": rule, "budget": budget, **cut_at(budget, examples.response, steps, seen)}
+
+
+def cut_at(budget: int, response: Tensor, steps: Tensor, seen: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """What the walk comes to where the last step of the budget reveals all that is left."""
+    steps = steps.clamp(max=budget - 1)
+    log_mu, right = torch.zeros_like(steps, dtype=torch.float32), torch.ones_like(response)
+    for step, (log_mu_then, right_then) in enumerate(seen[:budget]):
+        now = response & (steps == step)
+        log_mu, right = torch.where(now, log_mu_then, log_mu), torch.where(now, right_then, right)
+    return {
+        "reconstruction": round(float((log_mu.sum(-1) / response.sum(-1)).mean()), 4),
+        "mean_steps": round(float((steps.amax(-1) + 1.0).mean()), 3),
+        "without_error": round(float(right.all(-1).float().mean()), 3),
+    }
 
 
 def main() -> None:

@@ -135,7 +135,13 @@ POLICIES: dict[str, Policy] = {
     for text in (
         *("iid", "top-prob", "top-prob(confidence=sampled)", "margin", "entropy", "left-to-right"),
         *("stochastic(margin,0.5)", "stochastic(top-prob(confidence=sampled),0.1)"),
-        *("threshold:0.7", "threshold(0.8,confidence=sampled)", "factor:1.5", "factor(2,confidence=sampled)"),
+        *(
+            "threshold:0.7",
+            "threshold(0.5,paced)",
+            "threshold(0.8,confidence=sampled)",
+            "factor:1.5",
+            "factor(2,confidence=sampled)",
+        ),
         *("eb:0.6", "eb(1.5,order=entropy)", "eb(2,order=margin)"),
         *("klass", "klass(0.2,0.05,1)", "klass(0.1,0.1,2,confidence=sampled)", "dus"),
         *("blocks(3,iid)", "blocks(3,top-prob)", "blocks(2,dus)", "blocks(3,klass(0.2,0.05,1))"),

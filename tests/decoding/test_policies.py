@@ -26,7 +26,13 @@ class FromHidden:
 NAMES = [
     *("iid", "top-prob", "top-prob(confidence=sampled)", "margin", "entropy", "left-to-right"),
     *("stochastic(margin,0.5)", "stochastic(top-prob(confidence=sampled),0.5)"),
-    *("threshold:0.7", "threshold(0.7,confidence=sampled)", "factor", "factor(1,confidence=sampled)"),
+    *(
+        "threshold:0.7",
+        "threshold(0.7,paced)",
+        "threshold(0.7,confidence=sampled)",
+        "factor",
+        "factor(1,confidence=sampled)",
+    ),
     *("eb:0.5", "eb(0.5,order=margin)", "eb(0.5,order=entropy)"),
     *("klass(0.5,0.5,1)", "klass(0.5,0.5,1,confidence=sampled)", "dus"),
     *("blocks(3,iid)", "blocks(3,entropy)", "blocks(3,dus)", "blocks(3,klass(0.5,0.5,1))"),

@@ -49,6 +49,25 @@ def test_threshold(threshold, confidence):
             assert chosen == (sure or best(lambda n, row=row: row.c(n, confidence), row.masked, 1))
 
 
+@both_confidences
+@pytest.mark.parametrize("threshold", [0.5, 0.9])
+def test_threshold_paced(threshold, confidence):
+    """At least an equal share of the masks for each step that is left."""
+    shares = set()
+    for case in CASES:
+        rule = Threshold(threshold, paced=True, confidence=confidence)
+        for row, chosen in zip(case.rows, reveals(rule, case), strict=True):
+            share = math.ceil(len(row.masked) / (row.S - row.i))
+            sure = {n for n in row.masked if row.c(n, confidence) >= threshold}
+            assert chosen == sure | best(lambda n, row=row: row.c(n, confidence), row.masked, share)
+            shares.add(share)
+    assert len(shares) > 2, "the test has no power"
+
+
+def test_a_paced_threshold_that_is_never_met_reveals_equal_shares():
+    assert reveals_of(Threshold(1.0, paced=True), (0.6, 0.4), torch.float64, steps=3) == [3, 3, 2]
+
+
 @pytest.mark.parametrize("threshold", [0.9, 0.75, 0.5, 0.3, 1.0])
 def test_threshold_holds_at_equality(threshold):
     """c = lambda is enough: >=, not >."""
@@ -308,9 +327,9 @@ class Says:
         return hidden.clone()
 
 
-def reveals_of(rule, p, dtype, size=8, shift=0.0):
+def reveals_of(rule, p, dtype, size=8, shift=0.0, steps=None):
     """How many positions each step reveals."""
-    out = generate(Says(p, dtype, shift), torch.full((1, size), len(p)), rule, size)
+    out = generate(Says(p, dtype, shift), torch.full((1, size), len(p)), rule, steps or size)
     return torch.bincount(out.reveal_step[0], minlength=int(out.num_steps)).tolist()
 
 

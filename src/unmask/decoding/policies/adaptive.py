@@ -30,12 +30,16 @@ def prefix(order: Tensor, fits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Threshold(Policy):
-    """All masks with c_n >= threshold; if there is none, the one with the largest c_n (Fast-dLLM)."""
+    """All masks with c_n >= threshold; if there is none, the one with the largest c_n (Fast-dLLM).
+
+    `paced`: at least the ceil(|M| / (S - i)) with the largest c_n, so that the last step is not left with the rest.
+    """
 
     short = "threshold"
     threshold: float = 0.9
     _: KW_ONLY
     confidence: Which = "max"
+    paced: bool = False
 
     def __post_init__(self) -> None:
         require(0 < self.threshold <= 1, f"threshold must be above 0 and at most 1, got {self.threshold}")
@@ -47,7 +51,11 @@ class Threshold(Policy):
 
     def decide(self, step: Step) -> Decision:
         log_c = step.log_c(self.confidence)
-        best = highest(log_c, step.masked, torch.ones_like(step.index))
+        least = torch.ones_like(step.index)
+        if self.paced:
+            steps_left = (step.max_steps - step.index).clamp(min=1)
+            least = -(-step.masked.sum(-1) // steps_left)  # rounded up
+        best = highest(log_c, step.masked, least)
         return Decision(best | (step.masked & (log_c >= math.log(self.threshold) - rounding(log_c))))
 
 

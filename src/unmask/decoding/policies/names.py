@@ -73,7 +73,7 @@ def parameters(rule: type[Policy]) -> list[Field[Any]]:
 
 
 def usage(rule: type[Policy]) -> str:
-    """How a rule is written, with its defaults: `threshold(0.9,confidence=max)`."""
+    """How a rule is written, with its defaults: `threshold(0.9,confidence=max,paced=false)`."""
     shown = []
     for parameter in parameters(rule):
         value = parameter.name.upper() if default(parameter) is MISSING else written(default(parameter))
