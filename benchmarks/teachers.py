@@ -6,7 +6,7 @@ RUN is a trained denoiser.  A rule reveals x_0 step by step, as it would write i
 budget
 
     reconstruction    1/N sum_n log mu^n(x_0^n), each token seen from the step that reveals it: what the bound comes to
-                      where the selector follows to the letter, in nats a token
+                      where the selector follows to the letter, tau near 0, in nats a token
     mean_steps        how many steps that takes
     without_error     the share of sequences whose every token is the most probable one when it is revealed
 

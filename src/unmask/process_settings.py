@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def process_settings(*, threads: int = 0, bf16: bool = False) -> Iterator[None]:
-    """`threads` CPU threads (0: as many as there are) and oneDNN as bfloat16 leaves it; afterwards all is as before.
+    """`threads` CPU threads (0: as many as before) and oneDNN as bfloat16 leaves it; afterwards all is as before.
 
     On an ARM CPU without bfloat16, the first large product in it makes torch give up oneDNN: in every precision, and
     for the rest of the process.  Whatever ran later would differ in its last bits from the same in a new process.

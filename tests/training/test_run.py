@@ -369,7 +369,7 @@ NO_ORDER_TO_GO_ON_WITH = {
     "none": (["init={base}/frozen/denoiser"], "has no order to go on with"),
     "selector": (["init={base}/frozen", "model.selector.heads=1"], "has another selector than [model.selector] says"),
     "scorer": (["init={base}/frozen", "model.scorer.heads=1"], "has another scorer than [model.scorer] says"),
-    "teacher": (["init={base}/frozen", "order.teacher=factor:1"], "taught by 'no rule': give the same order.teacher"),
+    "teacher": (["init={base}/frozen", "order.teacher=factor:1"], "was taught by no rule: set order.teacher = ''"),
 }
 
 

@@ -100,7 +100,7 @@ class Selector(nn.Module):
 
         s_n = f(hidden_n, confidences_n, log c_n / (1 - c_n), masked_n, t, T) - log t,      f = 0 at the start
 
-    The log-odds of the top probability c tell 0.99 from 0.999, which are the same number in bfloat16.
+    The log-odds of the top probability c tell 0.999 from 0.9999, which are the same number in bfloat16.
     An untrained selector reveals each mask with probability 1 / (t + 1): the IID rule with a linear schedule.
     """
 
@@ -154,6 +154,7 @@ class Selector(nn.Module):
         t = t.clamp(min=1).to(torch.promote_types(hidden.dtype, torch.float32))  # log t must not be rounded to bfloat16
         total = torch.zeros_like(t) + budget
         time = torch.stack([t / total, 1 / t, t.log(), total.log()], dim=-1)  # [B, 4]
+        confidences = full_precision(confidences)
         log_odds = torch.where(masked, torch.logit(confidences[..., 0], eps=self.NEAREST_TO_ONE), 0.0)
         said = torch.cat([confidences, log_odds[..., None], masked[..., None]], dim=-1)
         seen = layout.take(torch.cat([said, time[:, None].expand(*masked.shape, -1)], dim=-1))

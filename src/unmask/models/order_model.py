@@ -20,7 +20,7 @@ from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser, OrderScorer, Selector, SelectorConfig
 from unmask.variational.selection import Bernoulli, NonEmpty, Selection
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SELECTIONS: dict[str, Selection] = {form.name: form for form in (NonEmpty(), Bernoulli())}
 MASK_TOKEN = "[MASK]"
 

@@ -65,6 +65,7 @@ from unmask.training.recipe import (
     not_continued,
 )
 from unmask.training.state import copy_into, whole
+from unmask.training.teacher import parse_teacher
 from unmask.variational.estimators import Baseline, LeaveOneOut, MovingAverage, NoBaseline
 
 
@@ -80,6 +81,7 @@ def train(
     with ExitStack() as stack:
         stack.enter_context(process_settings(threads=recipe.threads, bf16=recipe.precision == "bf16"))
         accelerator = stack.enter_context(_accelerator(recipe, out, cpu))
+        _check_teacher(recipe, accelerator.distributed_type)
         model = _new_model(recipe, task)
         plain = _continued_elsewhere(recipe, model)
         if accelerator.is_main_process:
@@ -508,7 +510,7 @@ def _with_order(plain: OrderModel, recipe: Recipe) -> OrderModel:
                 kv_heads=0,
                 head_width=0,
             ),
-            teacher=order.teacher,
+            teacher=parse_teacher(order.teacher).name if order.teacher else "",
             selection=order.selection,
             tau=order.tau,
         )
@@ -517,6 +519,12 @@ def _with_order(plain: OrderModel, recipe: Recipe) -> OrderModel:
         raise RecipeError(f"model: {error}") from None
     model.denoiser.load_state_dict(plain.denoiser.state_dict())
     return model
+
+
+def _check_teacher(recipe: Recipe, distributed: DistributedType) -> None:
+    """A teacher walks until its own sequences are written; processes that gather shards must all walk as far."""
+    if recipe.order is not None and recipe.order.teacher and distributed == DistributedType.FSDP:
+        raise RecipeError("order.teacher needs the whole denoiser in every process: launch with DDP instead of FSDP")
 
 
 def _take_order(model: OrderModel, source: str) -> None:
@@ -536,7 +544,8 @@ def _take_order(model: OrderModel, source: str) -> None:
             raise RecipeError(f"{where} has another {name} than [model.{name}] says: make them agree")
         getattr(model, name).load_state_dict(getattr(found, name).state_dict())
     if found.config.teacher != model.config.teacher:
-        raise RecipeError(f"{where} was taught by {found.config.teacher or 'no rule'!r}: give the same order.teacher")
+        taught = f"by {found.config.teacher}" if found.config.teacher else "by no rule"
+        raise RecipeError(f"{where} was taught {taught}: set order.teacher = {found.config.teacher!r}")
 
 
 def _baseline(order: OrderRecipe) -> Baseline:

@@ -12,12 +12,13 @@ together.  A rule decides by the confidences that the selector reads, so the sel
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from unmask.decoding.confidence import FEATURES, Confidence
-from unmask.decoding.policies import EntropyBounded, Factor, Policy, Step, Threshold, parse_policy
+from unmask.decoding.policies import EntropyBounded, Factor, Policy, SelectorNetwork, Step, Threshold, parse_policy
 from unmask.models.backbone import scatter
 from unmask.models.networks import Denoiser
 from unmask.tasks.task import Examples, sent
@@ -28,7 +29,10 @@ EDGE = 1 / 20  # e
 
 def parse_teacher(text: str) -> Policy:
     """The rule, or ValueError: it must reveal what the denoiser is sure of, by what the selector reads."""
-    rule = parse_policy(text)
+    try:
+        rule = parse_policy(text, network=cast(SelectorNetwork, object()))
+    except ValueError as error:
+        raise ValueError(f"teacher = {text!r}: {error}") from None
     if not isinstance(rule, Threshold | Factor | EntropyBounded) or not rule.reads <= FEATURES:
         raise ValueError(f"teacher = {text!r} cannot teach: take threshold, factor or eb, such as threshold:0.9")
     return rule
