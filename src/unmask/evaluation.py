@@ -361,10 +361,10 @@ def evaluate_bound(
     for ids in torch.arange(examples).split(BATCH):
         truth = task.examples(ids, "test")
         batch, layout = placed(truth, plain.denoiser)
-        ids = ids.to(device)
+        ids, scores = ids.to(device), objective.scores(truth)
         for t in range(budget):
             times = torch.full_like(ids, t)
-            terms, _, _ = objective.terms(truth, ids, times)
+            terms, _, _ = objective.terms(truth, ids, times, scores)
             reconstruction.append(terms.reconstruction.mean(-1).cpu())
             order_kl.append(terms.order_kl.mean(-1).cpu())
             masked = batch.response & (

@@ -338,6 +338,16 @@ def test_terms_with_a_teacher(monkeypatch):
         check_terms(objective, monkeypatch)
 
 
+def test_scores_that_are_known_are_not_made_again():
+    """They are the same for every t: the bound's T terms need the teacher's walk once."""
+    objective, examples = order_objective(teacher="threshold:0.8"), batch()
+    scores = objective.scores(examples)
+    anew = objective.terms(examples, IDS, TIMES)
+    objective.scores = None  # would fail if called
+    for ours, truth in zip(tree_leaves(objective.terms(examples, IDS, TIMES, scores)), tree_leaves(anew), strict=True):
+        assert torch.equal(ours, truth)
+
+
 def test_a_teacher_that_is_followed_to_the_letter(monkeypatch):
     """With g = 0 what is revealed at one step ties: q = 1, log Q = 0 where all went as taught, and nothing is NaN."""
     objective = order_objective(teacher="threshold:0.6")

@@ -147,16 +147,19 @@ class OrderObjective(nn.Module):
         """Set the KL weight at `progress` in [0, 1) of the stage."""
         self.kl_weight = 1 + (self.initial_kl_weight - 1) * max(0.0, 1 - 2 * progress)
 
-    def terms(self, examples: Examples, ids: Tensor, t: Tensor) -> tuple[BoundTerms, Tensor, Tensor]:
-        """F1 and KL [B, k], log Q [B, k] and the masks of x_{t+1} [B, k, L], at the times t [B]."""
+    def terms(
+        self, examples: Examples, ids: Tensor, t: Tensor, scores: Tensor | None = None
+    ) -> tuple[BoundTerms, Tensor, Tensor]:
+        """F1 and KL [B, k], log Q [B, k] and the masks of x_{t+1} [B, k, L], at the times t [B].
+
+        scores: those of the examples, where known.
+        """
         model, k = self.model, self.trajectories
-        assert model.scorer is not None
-        examples, layout = placed(examples, model)
-        device = examples.tokens.device
+        device = next(model.parameters()).device
+        examples = examples.to(device)
+        scores = self.scores(examples) if scores is None else scores
         first_step = (t == self.budget - 1).cpu()  # [B]
         t, ids = sent(t, device), sent(ids, device)
-        start = self._start(examples) if self.teacher else None
-        scores = model.scorer(examples.tokens, layout, start)  # [B, L]: one pass, whatever k and t
         self.saturated = saturation(scores, examples.response)
         # Made here: Triton would take numbers that a compiled program counts out itself for 32-bit ones.
         steps, trajectory = torch.arange(1, self.budget, device=device), torch.arange(k, device=device)
@@ -172,6 +175,13 @@ class OrderObjective(nn.Module):
         logits = torch.where(shared, logits[:, :1], logits)
         terms = self.parts.terms(scores, masked, t, model.config.tau, log_mu, logits, model.selection)
         return terms, log_q, masked
+
+    def scores(self, examples: Examples) -> Tensor:
+        """alpha [B, L]: one pass, whatever k and t."""
+        assert self.model.scorer is not None
+        examples, layout = placed(examples, self.model)
+        scores: Tensor = self.model.scorer(examples.tokens, layout, self._start(examples) if self.teacher else None)
+        return scores
 
     @torch.no_grad()
     def _start(self, examples: Examples) -> Tensor:
