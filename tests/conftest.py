@@ -1,9 +1,14 @@
+import os
+
+# Small tensors: a second thread only waits for the first, and on a busy machine much longer than that.  oneDNN has its
+# own count, read when torch is loaded, and a child forked beside a second thread of OpenMP waits for it forever.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import torch
 
 from unmask.process_settings import process_settings
 
-# Small tensors: a second thread only waits for the first, and on a busy machine much longer than that.
 torch.set_num_threads(1)
 
 
