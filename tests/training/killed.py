@@ -7,6 +7,9 @@ import importlib
 import os
 import signal
 import sys
+import time
+
+HANGS = 300  # seconds after which a child is given up
 
 # Functions that a run calls often: between updates, and before each of the steps of writing what must last.
 MOMENTS = {
@@ -58,4 +61,11 @@ def run_killed(arguments, where="", count=0, number=signal.SIGKILL, log=os.devnu
             code = end.code or 0
         finally:
             os._exit(code)  # never back into the tests of the parent
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    deadline = time.monotonic() + HANGS
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    raise AssertionError(f"unmask {' '.join(map(str, arguments))} hangs")
