@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies import Threshold
+from unmask.decoding.policies import Policy, Threshold
 from unmask.evaluation import device_name, revision
 from unmask.models.backbone import scatter
 from unmask.models.networks import Denoiser
@@ -48,14 +48,15 @@ def walk(denoiser: Denoiser, examples: Examples, steps: Tensor) -> Iterator[tupl
         yield log_mu, right
 
 
-def measure(denoiser: Denoiser, examples: Examples, rule: str, budgets: Sequence[int]) -> Iterator[dict[str, Any]]:
-    teacher = parse_teacher(rule)
+def measure(
+    denoiser: Denoiser, examples: Examples, teacher: Policy, budgets: Sequence[int]
+) -> Iterator[dict[str, Any]]:
     paced = isinstance(teacher, Threshold) and teacher.paced
     for group in [[budget] for budget in budgets] if paced else [budgets]:
         steps = reveal_steps(teacher, denoiser, examples, max(group))  # [B, L]
         seen = list(walk(denoiser, examples, steps))
         for budget in group:
-            yield {"rule": rule, "budget": budget, **cut_at(budget, examples.response, steps, seen)}
+            yield {"rule": teacher.name, "budget": budget, **cut_at(budget, examples.response, steps, seen)}
 
 
 def cut_at(budget: int, response: Tensor, steps: Tensor, seen: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
@@ -81,6 +82,12 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=64)
     parser.add_argument("--out", type=Path, help="add the records to this file, one object a line")
     options = parser.parse_args()
+    if min(options.budget) < 2:
+        parser.error("--budget: give at least 2 steps, in one there is no order")
+    try:
+        teachers = [parse_teacher(rule) for rule in options.rule]
+    except ValueError as error:
+        parser.error(f"--rule: {error}")
     model, _, recipe, task = load_run(options.run)
     task = on_split(task, options.split) if options.split else task
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,8 +95,8 @@ def main() -> None:
     examples = task.examples(torch.arange(options.examples), "test").to(device)
     about = {"task": task.name, "split": held_out_split(task), "model": recipe.model.label}
     about |= {"num_examples": options.examples, "device": device_name(device), "revision": revision()}
-    for rule in options.rule:
-        for row in measure(denoiser, examples, rule, options.budget):
+    for teacher in teachers:
+        for row in measure(denoiser, examples, teacher, options.budget):
             print(
                 "{rule:>16}  T = {budget:<3} {reconstruction:8.4f} {mean_steps:6.2f} {without_error:6.3f}".format(**row)
             )
