@@ -86,10 +86,10 @@ def main() -> None:
         parser.error("--budget: give at least 2 steps, in one there is no order")
     try:
         teachers = [parse_teacher(rule) for rule in options.rule]
+        model, _, recipe, task = load_run(options.run)
+        task = on_split(task, options.split) if options.split else task
     except ValueError as error:
-        parser.error(f"--rule: {error}")
-    model, _, recipe, task = load_run(options.run)
-    task = on_split(task, options.split) if options.split else task
+        parser.error(str(error))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     denoiser = model.eval().to(device).denoiser
     examples = task.examples(torch.arange(options.examples), "test").to(device)
@@ -97,9 +97,8 @@ def main() -> None:
     about |= {"num_examples": options.examples, "device": device_name(device), "revision": revision()}
     for teacher in teachers:
         for row in measure(denoiser, examples, teacher, options.budget):
-            print(
-                "{rule:>16}  T = {budget:<3} {reconstruction:8.4f} {mean_steps:6.2f} {without_error:6.3f}".format(**row)
-            )
+            shown = "{rule:>22}  T = {budget:<3} {reconstruction:8.4f} {mean_steps:6.2f} {without_error:6.3f}"
+            print(shown.format(**row), flush=True)
             if options.out:
                 with options.out.open("a") as file:
                     file.write(json.dumps(about | row) + "\n")

@@ -1,5 +1,7 @@
 """A rule as a teacher against the generation engine: where the rule writes x_0 itself, its order is the teacher's."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from accelerate.utils import DistributedType
@@ -46,23 +48,19 @@ def test_the_order_is_that_of_generation_where_the_rule_writes_x0(denoiser, rule
 
 
 def test_the_last_step_of_the_budget_reveals_what_is_left(denoiser):
-    steps = [reveal_steps(parse_teacher("threshold:1"), denoiser, written(denoiser, "threshold:1", budget)[0], budget)
-             for budget in (3, 5)]  # fmt: skip
-    assert [int(found.max()) for found in steps] == [2, 4]
-    assert steps[0][0].bincount().tolist()[1:] == [1, 4], "one a step, then all four that are left"
+    rule, examples = parse_teacher("threshold:1"), written(denoiser, "threshold:1")[0]
+    short, long = (reveal_steps(rule, denoiser, examples, budget) for budget in (3, 5))
+    assert (int(short.max()), int(long.max())) == (2, 4)
+    assert short[0].bincount().tolist()[1:] == [1, 4], "one a step, then all four that are left"
 
 
 def test_the_true_tokens_are_filled_in(denoiser):
     """Another x_0 has another order: what the rule would have written is not what it goes on from."""
     examples, steps = check(denoiser, "threshold:0.6")
-    other = Examples(torch.where(examples.response, (examples.tokens + 1) % 3, examples.tokens), *_rest(examples))
+    other = replace(examples, tokens=torch.where(examples.response, (examples.tokens + 1) % 3, examples.tokens))
     found = reveal_steps(parse_teacher("threshold:0.6"), denoiser, other, BUDGET)
     assert torch.equal(found == 0, steps == 0), "the first step sees no token of the response"
     assert not torch.equal(found, steps)
-
-
-def _rest(examples):
-    return examples.response, examples.attention
 
 
 def test_a_row_has_the_same_order_alone(denoiser):

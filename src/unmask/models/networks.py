@@ -98,7 +98,7 @@ class SelectorConfig:
 class Selector(nn.Module):
     """p_psi^{t,n}(x_{t+1}) = sigmoid(s_n): should position n be revealed now, with t further steps to come?
 
-        s_n = f(hidden_n, confidences_n, log c_n / (1 - c_n), masked_n, t, T) - log t,      f = 0 at the start
+        s_n = f(hidden_n, confidences_n, log(c_n / (1 - c_n)), masked_n, t, T) - log t,      f = 0 at the start
 
     The log-odds of the top probability c tell 0.999 from 0.9999, which are the same number in bfloat16.
     An untrained selector reveals each mask with probability 1 / (t + 1): the IID rule with a linear schedule.
