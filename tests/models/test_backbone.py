@@ -12,6 +12,7 @@ from unmask.models.backbone import (
     packed_length,
     rotary_angles,
     rotate,
+    spare_rows,
 )
 
 NUM_TOKENS = 7
@@ -256,6 +257,27 @@ def test_on_a_gpu_rows_come_in_few_lengths():
     assert all(0 <= length - count < max(1, count / 64) for count, length in zip(counts, lengths, strict=True))
     assert len({length for length in lengths if 40_000 < length <= 60_000}) < 60
     assert packed_length(12_345, torch.device("cpu")) == 12_345
+
+
+def test_on_a_gpu_rows_hold_few_numbers_of_sequences():
+    """The spare places in sequences that are full but for the last, and empty ones up to a multiple of 64."""
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    for rows, spare in ((64, 0), (1, 17), (40, 264 * 30), (450, 900)):
+        more = spare_rows(rows, 264, spare, gpu)
+        assert (rows + more) % 64 == 0
+        assert 0 <= more - -(-spare // 264) < 64, "all spare places have room"
+        assert spare_rows(rows, 264, spare, cpu) == -(-spare // 264)
+
+
+@pytest.mark.parametrize("empty", [1, 5])
+def test_empty_sequences_change_nothing(empty, monkeypatch):
+    x, attention = rows_of()
+    trunk = backbone()
+    plain = trunk(x, attention)
+    monkeypatch.setattr("unmask.models.backbone.spare_rows", lambda *given: empty)
+    layout = Layout.of(x, attention, torch.float64)
+    assert layout.attend.ends.diff().tolist() == [8, 3, 5, *[0] * empty]
+    assert torch.equal(trunk(x, layout), plain)
 
 
 def test_take_and_put_are_inverse_where_nothing_is_padded():

@@ -369,10 +369,12 @@ class _Misled(OrderObjective):
     """An order objective with one planted mistake in what it evaluates."""
 
     def _evaluate(self, batch, masked, t, *rest):
-        log_mu, logits = super()._evaluate(batch, masked, t, *rest)
-        return self.mislead(log_mu, logits)
+        which, *rows = super()._evaluate(batch, masked, t, *rest)
+        misled = self.mislead(*(scatter(values, which, masked.shape[:2]) for values in rows))
+        return which, *(values.flatten(0, 1)[which] for values in misled)
 
     def mislead(self, log_mu, logits):
+        """[B, k, L] each."""
         return log_mu, logits
 
 

@@ -285,11 +285,14 @@ class Layout(NamedTuple):
             return cls(positions, attention[:, None, None, :], None, (B, L))
         num_tokens = int(attention.sum()) if num_tokens is None else num_tokens
         M = packed_length(num_tokens, tokens.device)
-        at, lengths, spare = places(attention, num_tokens), attention.sum(-1), M - num_tokens
-        if spare:  # sequences that nobody looks at, copies of the first place, none longer than the others
+        at, spare = places(attention, num_tokens), M - num_tokens
+        ends = pad(attention.sum(-1).cumsum(0), (1, 0))
+        if rows := spare_rows(B, L, spare, tokens.device):  # sequences that nobody looks at: copies of the first place
             at = pad(at, (0, spare))
-            lengths = pad(pad(lengths, (0, spare // L), value=L), (0, 1), value=spare % L)
-        ends = pad(lengths.cumsum(0), (1, 0)).int()
+            first = num_tokens + L
+            more = torch.arange(first, first + L * rows, L, device=ends.device).clamp(max=M)  # full, the rest, empty
+            ends = torch.cat([ends, more])
+        ends = ends.int()
         return cls(positions.flatten()[at][None], Spans(ends, L), at, (B, L), num_tokens)
 
     def take(self, values: Tensor) -> Tensor:
@@ -313,6 +316,15 @@ def packed_length(num_tokens: int, device: torch.device) -> int:
         return num_tokens
     multiple = 1 << max(0, (num_tokens // 64).bit_length() - 1)
     return -(-num_tokens // multiple) * multiple
+
+
+def spare_rows(rows: int, length: int, spare: int, device: torch.device) -> int:
+    """How many sequences of at most `length` to add behind `rows`, to hold the spare places of a packed row.
+
+    On a GPU there are empty ones too, up to a multiple of 64: a recorded pass (`Replayed`) needs the same shapes again.
+    """
+    needed = -(-spare // length)
+    return needed if device.type != "cuda" else needed + -(rows + needed) % 64
 
 
 def places(where: Tensor, count: int | None) -> Tensor:

@@ -152,25 +152,27 @@ class Selector(nn.Module):
         dtype = stream_dtype(self.out.weight)
         layout = attention if isinstance(attention, Layout) else Layout.of(masked, attention, dtype)
         t = t.clamp(min=1).to(torch.promote_types(hidden.dtype, torch.float32))  # log t must not be rounded to bfloat16
-        total = torch.zeros_like(t) + budget
-        time = torch.stack([t / total, 1 / t, t.log(), total.log()], dim=-1)  # [B, 4]
-        confidences = full_precision(confidences)
-        log_odds = torch.where(masked, torch.logit(confidences[..., 0], eps=self.NEAREST_TO_ONE), 0.0)
-        said = torch.cat([confidences, log_odds[..., None], masked[..., None]], dim=-1)
-        seen = layout.take(torch.cat([said, time[:, None].expand(*masked.shape, -1)], dim=-1))
-        out = self.run(layout.take(hidden).to(dtype), seen.to(dtype), layout.positions, layout.attend)
-        return layout.put(out) - t.log()[:, None]
+        asked = torch.stack([t, torch.zeros_like(t) + budget], dim=-1)[:, None].expand(*masked.shape, -1)  # [B, L, 2]
+        seen = layout.take(torch.cat([full_precision(confidences), masked[..., None], asked], dim=-1))
+        return layout.put(self.run(layout.take(hidden).to(dtype), seen, layout.positions, layout.attend))
 
     def run(self, hidden: Tensor, seen: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """All that is worth compiling: one number a place from what is known there."""
-        said, time = seen.split([self.SAID, self.TIME_FEATURES], dim=-1)
-        x = self.read_hidden(hidden) + self.read_confidences(said) + self.read_time(time)
+        """All that is worth compiling: one number a place from what is known there.
+
+        seen [..., 6]: three confidences, masked or not, t and T.
+        """
+        confidences, masked, t, total = seen.split([3, 1, 1, 1], dim=-1)
+        log_odds = torch.where(masked > 0, torch.logit(confidences[..., :1], eps=self.NEAREST_TO_ONE), 0.0)
+        said = torch.cat([confidences, log_odds, masked], dim=-1)
+        time = torch.cat([t / total, 1 / t, t.log(), total.log()], dim=-1)
+        x = self.read_hidden(hidden) + self.read_confidences(said.to(hidden.dtype))
+        x = x + self.read_time(time.to(hidden.dtype))
         if self.positions is not None:
             x = x + self.positions(positions).to(x.dtype)
         rotary = rotary_angles(positions, self.shape.width // self.shape.heads, self.shape.rope_theta)
         for block in self.blocks:
             x = block(x, rotary, attend)
-        return _in_full_precision(self.out, self.norm(x))
+        return _in_full_precision(self.out, self.norm(x)) - t[..., 0].log()
 
 
 class OrderScorer(nn.Module):

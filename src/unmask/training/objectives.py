@@ -106,13 +106,13 @@ class OrderObjective(nn.Module):
         self.learn_denoiser, self.attach_selector = learn_denoiser, attach_selector
         self.teacher = parse_teacher(model.config.teacher) if model.config.teacher else None
         self.saturated = torch.zeros(())  # of the last batch; `forward` reports it
-        self.parts = _Parts(self.draw, log_likelihood, selector_features, bound_terms, self.conclude)
+        self.parts = _Parts(self.draw, log_likelihood, selector_features, self.bound, self.conclude)
         if compile:
             still, moving = (partial(torch.compile, dynamic=dynamic) for dynamic in (False, True))
-            draw, likelihood, features, terms, conclude = self.parts
+            draw, likelihood, features, bound, conclude = self.parts
             if not isinstance(baseline, MovingAverage):  # which keeps what it sees on the CPU
                 conclude = still(conclude)
-            self.parts = _Parts(still(draw), moving(likelihood), moving(features), still(terms), conclude)
+            self.parts = _Parts(still(draw), moving(likelihood), moving(features), moving(bound), conclude)
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
         """examples and ids [B]; u [B] stratified uniforms, which choose the times t."""
@@ -160,21 +160,26 @@ class OrderObjective(nn.Module):
         scores = self.scores(examples) if scores is None else scores
         first_step = (t == self.budget - 1).cpu()  # [B]
         t, ids = sent(t, device), sent(ids, device)
-        self.saturated = saturation(scores, examples.response)
         # Made here: Triton would take numbers that a compiled program counts out itself for 32-bit ones.
         steps, trajectory = torch.arange(1, self.budget, device=device), torch.arange(k, device=device)
-        masked, log_q = self.parts.draw(scores, examples.response, t, ids, examples.position, steps, trajectory)
+        drawn = self.parts.draw(scores, examples.response, t, ids, examples.position, steps, trajectory)
+        masked, log_q, self.saturated = drawn
 
         # x_T is the same for all k trajectories, so at t = T-1 one of them is evaluated and stands for all; where no
         # mask is left, F = 0 and nothing is evaluated.
         num_masked = masked.sum(-1).cpu()  # [B, k]: the one time that the device is waited for
         needed = (num_masked > 0) & (~first_step[:, None] | (torch.arange(k) == 0))
-        log_mu, logits = self._evaluate(examples, masked, t, needed, int(num_masked[needed].sum()))
-        shared = sent(first_step, device)[:, None, None]
-        log_mu = torch.where(shared, log_mu[:, :1], log_mu)
-        logits = torch.where(shared, logits[:, :1], logits)
-        terms = self.parts.terms(scores, masked, t, model.config.tau, log_mu, logits, model.selection)
-        return terms, log_q, masked
+        evaluated = self._evaluate(examples, masked, t, needed, int(num_masked[needed].sum()))
+        return self.parts.bound(scores, masked, t, *evaluated), log_q, masked
+
+    def bound(
+        self, scores: Tensor, masked: Tensor, t: Tensor, which: Tensor, log_mu: Tensor, logits: Tensor
+    ) -> BoundTerms:
+        """F1 and KL [B, k] from log mu and the selector's logits [R, L] at the places `which` [R] of [B, k]."""
+        log_mu, logits = (scatter(values, which, masked.shape[:2]) for values in (log_mu, logits))  # [B, k, L]
+        shared = (t == self.budget - 1)[:, None, None]
+        log_mu, logits = (torch.where(shared, values[:, :1], values) for values in (log_mu, logits))
+        return bound_terms(scores, masked, t, self.model.config.tau, log_mu, logits, self.model.selection)
 
     def scores(self, examples: Examples) -> Tensor:
         """alpha [B, L]: one pass, whatever k and t."""
@@ -202,11 +207,12 @@ class OrderObjective(nn.Module):
         position: Tensor,
         steps: Tensor,
         trajectory: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """k trajectories a sequence: the masks of x_{t+1} [B, k, L], and log Q [B, k]."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """k trajectories a sequence: the masks of x_{t+1} [B, k, L], log Q [B, k]; and how saturated the scores are."""
         tau, budget = self.model.config.tau, self.budget
         drawn = sample_trajectories(scores, response, t, budget, tau, self._uniforms(ids, position, steps, trajectory))
-        return drawn.masked, log_prob(scores, response, t, budget, tau, drawn)
+        log_q = log_prob(scores, response, t, budget, tau, drawn)
+        return drawn.masked, log_q, saturation(scores, response)
 
     def _uniforms(self, ids: Tensor, position: Tensor, steps: Tensor, trajectory: Tensor) -> Tensor:
         """[T-1, B, k, L]: a function of seed, id, trajectory, step and position alone."""
@@ -215,8 +221,8 @@ class OrderObjective(nn.Module):
 
     def _evaluate(
         self, examples: Examples, masked: Tensor, t: Tensor, needed: Tensor, num_masked: int
-    ) -> tuple[Tensor, Tensor]:
-        """log mu of the true token and selector logits, [B, k, L] each, for the trajectories in `needed` [B, k]."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The trajectories in `needed` [B, k] as places [R]; log mu of their true tokens, selector logits: [R, L]."""
         model = self.model
         assert model.selector is not None
         which = places(needed, None)  # [R], on the CPU, as `needed`
@@ -231,16 +237,16 @@ class OrderObjective(nn.Module):
             said, hidden = said.detach(), hidden.detach()
         times = t[which // self.trajectories]
         logits = model.selector(hidden, scatter(said, reading.at, at.shape), at, times, self.budget, layout)  # [R, L]
-        return tuple(scatter(values, which, needed.shape) for values in (reading.log_mu, logits))  # type: ignore[return-value]
+        return which, reading.log_mu, logits
 
 
 class _Parts(NamedTuple):
     """What is worth compiling beside the networks: many small operations each."""
 
-    draw: Callable[..., tuple[Tensor, Tensor]]
+    draw: Callable[..., tuple[Tensor, Tensor, Tensor]]
     likelihood: Callable[[Tensor, Tensor], Tensor]
     features: Callable[[Tensor], Tensor]
-    terms: Callable[..., BoundTerms]
+    bound: Callable[..., BoundTerms]
     conclude: Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 

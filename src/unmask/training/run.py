@@ -32,6 +32,7 @@ from unmask.models.order_model import (
     word_level_tokenizer,
 )
 from unmask.models.pretrained import load_causal, load_tokenizer
+from unmask.models.replayed import Replayed
 from unmask.models.smdm import load_smdm
 from unmask.models.vocabulary import vocabulary_of
 from unmask.process_settings import process_settings
@@ -452,15 +453,21 @@ def _place(model: OrderModel, compiled: bool, accelerator: Accelerator) -> Order
     """The model on its device, its networks compiled or not."""
     model.to(accelerator.device)
     if compiled:
-        compile_networks(model)
+        compile_networks(model, stay=accelerator.distributed_type != DistributedType.FSDP)
     return model
 
 
-def compile_networks(model: OrderModel) -> None:
-    """Compile the heavy parts, whatever the number of their tokens."""
+def compile_networks(model: OrderModel, stay: bool = True) -> None:
+    """Compile the heavy parts, whatever the number of their tokens.  `stay`: the weights do, where they are in memory.
+
+    Passes of the denoiser without gradients, beside an order or for its teacher, are then recorded as CUDA graphs.
+    """
     for module in model.modules():
         if isinstance(module, Backbone | Selector):
             module.run = torch.compile(module.run, dynamic=True)  # type: ignore[method-assign, assignment]
+    if stay:
+        trunk = model.denoiser.backbone
+        trunk.run = Replayed(trunk.run)  # type: ignore[method-assign]
 
 
 def _copy_denoiser(model: OrderModel) -> OrderModel:
