@@ -457,13 +457,19 @@ def _place(model: OrderModel, compiled: bool, accelerator: Accelerator) -> Order
     return model
 
 
+DEEP = 24  # layers; to compile more of them as one program takes minutes, as one block used again and again seconds
+
+
 def compile_networks(model: OrderModel, stay: bool = True) -> None:
     """Compile the heavy parts, whatever the number of their tokens.  `stay`: the weights do, where they are in memory.
 
     Passes of the denoiser without gradients, beside an order or for its teacher, are then recorded as CUDA graphs.
     """
     for module in model.modules():
-        if isinstance(module, Backbone | Selector):
+        if isinstance(module, Backbone) and module.config.layers > DEEP:
+            for block in module.blocks:
+                block.compile(dynamic=True)
+        elif isinstance(module, Backbone | Selector):
             module.run = torch.compile(module.run, dynamic=True)  # type: ignore[method-assign, assignment]
     if stay:
         trunk = model.denoiser.backbone
