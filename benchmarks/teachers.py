@@ -26,7 +26,6 @@ from torch import Tensor
 
 from unmask.decoding.policies import Policy, Threshold
 from unmask.evaluation import device_name, revision
-from unmask.models.backbone import scatter
 from unmask.models.networks import Denoiser
 from unmask.tasks.task import Examples, held_out_split, on_split
 from unmask.training.reading import placed, read_denoiser
@@ -42,7 +41,7 @@ def walk(denoiser: Denoiser, examples: Examples, steps: Tensor) -> Iterator[tupl
         rows = masked.any(-1).nonzero()[:, 0].cpu()
         left, layout = placed(examples.rows(rows), denoiser)
         reading = read_denoiser(denoiser, left.tokens, masked[rows], layout)
-        best = scatter((reading.logits.argmax(-1) == left.tokens.flatten()[reading.at]), reading.at, left.tokens.shape)
+        best = reading.spread(reading.logits.argmax(-1) == reading.truth)
         log_mu, right = torch.zeros_like(steps, dtype=torch.float32), torch.ones_like(masked)
         log_mu[rows], right[rows] = reading.log_mu.float(), best | ~masked[rows]
         yield log_mu, right

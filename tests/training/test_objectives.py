@@ -368,8 +368,8 @@ def test_a_teacher_that_is_followed_to_the_letter(monkeypatch):
 class _Misled(OrderObjective):
     """An order objective with one planted mistake in what it evaluates."""
 
-    def _evaluate(self, batch, masked, t, *rest):
-        which, *rows = super()._evaluate(batch, masked, t, *rest)
+    def _ask(self, batch, masked, t, *rest):
+        which, *rows = super()._ask(batch, masked, t, *rest)
         misled = self.mislead(*(scatter(values, which, masked.shape[:2]) for values in rows))
         return which, *(values.flatten(0, 1)[which] for values in misled)
 
@@ -379,8 +379,8 @@ class _Misled(OrderObjective):
 
 
 class WrongTime(_Misled):
-    def _evaluate(self, batch, masked, t, *rest):
-        return super()._evaluate(batch, masked, t + 1, *rest)
+    def _ask(self, batch, masked, t, *rest):
+        return super()._ask(batch, masked, t + 1, *rest)
 
 
 class OtherTrajectory(_Misled):
@@ -400,10 +400,10 @@ class FirstStandsForAll(_Misled):
 class FirstStepNotShared(_Misled):
     """All but the first trajectory of t = T-1 are skipped, and nothing stands for them."""
 
-    def terms(self, examples, ids, t):
-        terms, log_q, masked = super().terms(examples, ids, t)
-        kept = (torch.arange(K) == 0) | (t != self.budget - 1)[:, None]
-        return terms._replace(reconstruction=terms.reconstruction * kept), log_q, masked
+    def bound(self, walked):
+        terms, log_q = super().bound(walked)
+        kept = (torch.arange(K) == 0) | (walked.t != self.budget - 1)[:, None]
+        return terms._replace(reconstruction=terms.reconstruction * kept), log_q
 
 
 class LogitsOfTheProbabilities(_Misled):

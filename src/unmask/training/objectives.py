@@ -22,7 +22,7 @@ from unmask.training.reading import log_likelihood, placed, read_denoiser, selec
 from unmask.training.teacher import first_logits, parse_teacher, reveal_steps
 from unmask.variational.elbo import BoundTerms, bound_terms
 from unmask.variational.estimators import Baseline, MovingAverage, estimate_bound
-from unmask.variational.posterior import log_prob, sample_times, sample_trajectories
+from unmask.variational.posterior import Trajectories, log_prob, sample_times, sample_trajectories
 
 
 class Outcome(NamedTuple):
@@ -58,8 +58,9 @@ class DenoiseObjective(nn.Module):
         counts = mask_counts(u.cpu(), examples.num_response)
         num_masked, counts, ids = int(counts.sum()), sent(counts, tokens.device), sent(ids, tokens.device)
         masked = self.mask(examples.response, examples.position, counts, ids, self.seed)
-        reading = read_denoiser(self.denoiser, tokens, masked, layout, num_masked, self.likelihood)
-        loss = -(reading.log_mu.sum(-1) / counts).mean()
+        reading = read_denoiser(self.denoiser, tokens, masked, layout, num_masked)
+        log_mu = reading.spread(self.likelihood(reading.logits, reading.truth))
+        loss = -(log_mu.sum(-1) / counts).mean()
         return Outcome(loss, {"elbo": -loss.detach()})
 
 
@@ -73,6 +74,18 @@ def mask_uniformly(response: Tensor, position: Tensor, counts: Tensor, ids: Tens
     draw = uniforms(seed, Purpose.MASKING, ids[:, None], position, dtype=torch.float64)
     rank = draw.masked_fill(~response, 2.0).argsort(-1).argsort(-1)
     return response & (rank < counts[:, None])
+
+
+class Walked(NamedTuple):
+    """k trajectories a sequence down to x_{t+1}, and what the networks say there: all that the bound is made of."""
+
+    scores: Tensor  # [B, L]
+    response: Tensor  # [B, L] bool
+    t: Tensor  # [B]
+    drawn: Trajectories  # [B, k, L]
+    which: Tensor  # [R]: the places of the flattened [B, k] that were evaluated
+    log_mu: Tensor  # [R, L]
+    logits: Tensor  # [R, L]: the selector's
 
 
 class OrderObjective(nn.Module):
@@ -105,31 +118,26 @@ class OrderObjective(nn.Module):
         self.budget, self.trajectories, self.baseline, self.seed = budget, trajectories, baseline, seed
         self.learn_denoiser, self.attach_selector = learn_denoiser, attach_selector
         self.teacher = parse_teacher(model.config.teacher) if model.config.teacher else None
-        self.saturated = torch.zeros(())  # of the last batch; `forward` reports it
-        self.parts = _Parts(self.draw, log_likelihood, selector_features, self.bound, self.conclude)
+        self.parts = _Parts(self.draw, self.read, selector_features, self.conclude)
         if compile:
             still, moving = (partial(torch.compile, dynamic=dynamic) for dynamic in (False, True))
-            draw, likelihood, features, bound, conclude = self.parts
+            draw, read, features, conclude = self.parts
             if not isinstance(baseline, MovingAverage):  # which keeps what it sees on the CPU
-                conclude = still(conclude)
-            self.parts = _Parts(still(draw), moving(likelihood), moving(features), moving(bound), conclude)
+                conclude = moving(conclude)
+            self.parts = _Parts(still(draw), moving(read), moving(features), conclude)
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
         """examples and ids [B]; u [B] stratified uniforms, which choose the times t."""
-        t = sample_times(u, self.budget)
-        terms, log_q, masked = self.terms(examples, ids, t)
-        device = masked.device
-        t, num_response = sent(t, device), sent(examples.num_response, device)
-        kl_weight = sent(torch.tensor(self.kl_weight), device)  # a number would compile a program for every update
-        loss, metrics = self.parts.conclude(terms, log_q, masked, t, num_response, kl_weight)
-        return Outcome(loss, {**metrics, "saturated": self.saturated})
+        walked = self.walk(examples, ids, sample_times(u, self.budget))
+        num_response = sent(examples.num_response, walked.t.device)
+        kl_weight = sent(torch.tensor(self.kl_weight), walked.t.device)  # a number would compile a program each update
+        return Outcome(*self.parts.conclude(walked, num_response, kl_weight))
 
-    def conclude(
-        self, terms: BoundTerms, log_q: Tensor, masked: Tensor, t: Tensor, num_response: Tensor, kl_weight: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def conclude(self, walked: Walked, num_response: Tensor, kl_weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss in nats a token, and the metrics."""
+        terms, log_q = self.bound(walked)
         objective = terms.reconstruction - kl_weight * terms.order_kl
-        estimate = estimate_bound(objective, log_q, t, self.budget, self.baseline)
+        estimate = estimate_bound(objective, log_q, walked.t, self.budget, self.baseline)
         loss = (estimate.loss / num_response).mean()
 
         def per_token(values: Tensor) -> Tensor:
@@ -140,7 +148,8 @@ class OrderObjective(nn.Module):
             "reconstruction": per_token(terms.reconstruction),
             "order_kl": per_token(terms.order_kl),
             # E[steps] = sum_t P(x_{t+1} holds a mask): the same uniform t estimates it
-            "q_steps": self.budget * masked.any(-1).float().mean(),
+            "q_steps": self.budget * walked.drawn.masked.any(-1).float().mean(),
+            "saturated": saturation(walked.scores, walked.response),
         }
 
     def begin_update(self, progress: float) -> None:
@@ -154,32 +163,37 @@ class OrderObjective(nn.Module):
 
         scores: those of the examples, where known.
         """
-        model, k = self.model, self.trajectories
-        device = next(model.parameters()).device
+        walked = self.walk(examples, ids, t, scores)
+        return *self.bound(walked), walked.drawn.masked
+
+    def bound(self, walked: Walked) -> tuple[BoundTerms, Tensor]:
+        """F1 and KL [B, k], and log Q [B, k]."""
+        scores, response, t, drawn, which = walked[:5]
+        tau, shared = self.model.config.tau, (t == self.budget - 1)[:, None, None]
+        spread = (scatter(values, which, drawn.masked.shape[:2]) for values in (walked.log_mu, walked.logits))
+        log_mu, logits = (torch.where(shared, values[:, :1], values) for values in spread)  # [B, k, L]
+        terms = bound_terms(scores, drawn.masked, t, tau, log_mu, logits, self.model.selection)
+        return terms, log_prob(scores, response, t, self.budget, tau, drawn)
+
+    def walk(self, examples: Examples, ids: Tensor, t: Tensor, scores: Tensor | None = None) -> Walked:
+        """Draw k trajectories a sequence down to x_{t+1}, and ask the networks there."""
+        k = self.trajectories
+        device = next(self.model.parameters()).device
         examples = examples.to(device)
         scores = self.scores(examples) if scores is None else scores
         first_step = (t == self.budget - 1).cpu()  # [B]
         t, ids = sent(t, device), sent(ids, device)
         # Made here: Triton would take numbers that a compiled program counts out itself for 32-bit ones.
         steps, trajectory = torch.arange(1, self.budget, device=device), torch.arange(k, device=device)
-        drawn = self.parts.draw(scores, examples.response, t, ids, examples.position, steps, trajectory)
-        masked, log_q, self.saturated = drawn
+        with torch.no_grad():
+            drawn = self.parts.draw(scores, examples.response, t, ids, examples.position, steps, trajectory)
 
         # x_T is the same for all k trajectories, so at t = T-1 one of them is evaluated and stands for all; where no
         # mask is left, F = 0 and nothing is evaluated.
-        num_masked = masked.sum(-1).cpu()  # [B, k]: the one time that the device is waited for
+        num_masked = drawn.masked.sum(-1).cpu()  # [B, k]: the one time that the device is waited for
         needed = (num_masked > 0) & (~first_step[:, None] | (torch.arange(k) == 0))
-        evaluated = self._evaluate(examples, masked, t, needed, int(num_masked[needed].sum()))
-        return self.parts.bound(scores, masked, t, *evaluated), log_q, masked
-
-    def bound(
-        self, scores: Tensor, masked: Tensor, t: Tensor, which: Tensor, log_mu: Tensor, logits: Tensor
-    ) -> BoundTerms:
-        """F1 and KL [B, k] from log mu and the selector's logits [R, L] at the places `which` [R] of [B, k]."""
-        log_mu, logits = (scatter(values, which, masked.shape[:2]) for values in (log_mu, logits))  # [B, k, L]
-        shared = (t == self.budget - 1)[:, None, None]
-        log_mu, logits = (torch.where(shared, values[:, :1], values) for values in (log_mu, logits))
-        return bound_terms(scores, masked, t, self.model.config.tau, log_mu, logits, self.model.selection)
+        asked = self._ask(examples, drawn.masked, t, needed, int(num_masked[needed].sum()))
+        return Walked(scores, examples.response, t, drawn, *asked)
 
     def scores(self, examples: Examples) -> Tensor:
         """alpha [B, L]: one pass, whatever k and t."""
@@ -207,19 +221,16 @@ class OrderObjective(nn.Module):
         position: Tensor,
         steps: Tensor,
         trajectory: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """k trajectories a sequence: the masks of x_{t+1} [B, k, L], log Q [B, k]; and how saturated the scores are."""
-        tau, budget = self.model.config.tau, self.budget
-        drawn = sample_trajectories(scores, response, t, budget, tau, self._uniforms(ids, position, steps, trajectory))
-        log_q = log_prob(scores, response, t, budget, tau, drawn)
-        return drawn.masked, log_q, saturation(scores, response)
+    ) -> Trajectories:
+        uniforms = self._uniforms(ids, position, steps, trajectory)
+        return sample_trajectories(scores, response, t, self.budget, self.model.config.tau, uniforms)
 
     def _uniforms(self, ids: Tensor, position: Tensor, steps: Tensor, trajectory: Tensor) -> Tensor:
         """[T-1, B, k, L]: a function of seed, id, trajectory, step and position alone."""
         words = ids[:, None, None], trajectory[:, None], steps[:, None, None, None], position[:, None]
         return uniforms(self.seed, Purpose.TRAJECTORY, *words)
 
-    def _evaluate(
+    def _ask(
         self, examples: Examples, masked: Tensor, t: Tensor, needed: Tensor, num_masked: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The trajectories in `needed` [B, k] as places [R]; log mu of their true tokens, selector logits: [R, L]."""
@@ -231,22 +242,24 @@ class OrderObjective(nn.Module):
         at = masked.flatten(0, 1)[which]  # [R, L]
         chosen, layout = placed(chosen, model)
         with torch.set_grad_enabled(self.learn_denoiser and torch.is_grad_enabled()):
-            reading = read_denoiser(model.denoiser, chosen.tokens, at, layout, num_masked, self.parts.likelihood)
-        said, hidden = self.parts.features(reading.logits), reading.hidden
-        if not self.attach_selector:
-            said, hidden = said.detach(), hidden.detach()
+            reading = read_denoiser(model.denoiser, chosen.tokens, at, layout, num_masked)
+            log_mu, said = self.parts.read(reading.logits, reading.truth)
+        hidden = reading.hidden if self.attach_selector else reading.hidden.detach()
         times = t[which // self.trajectories]
-        logits = model.selector(hidden, scatter(said, reading.at, at.shape), at, times, self.budget, layout)  # [R, L]
-        return which, reading.log_mu, logits
+        logits = model.selector(hidden, reading.spread(said), at, times, self.budget, layout)
+        return which, reading.spread(log_mu), logits
+
+    def read(self, logits: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+        """log mu of the true tokens [M], and what the selector reads of the logits [M, V]: [M, 3]."""
+        return log_likelihood(logits, truth), selector_features(logits if self.attach_selector else logits.detach())
 
 
 class _Parts(NamedTuple):
     """What is worth compiling beside the networks: many small operations each."""
 
-    draw: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    likelihood: Callable[[Tensor, Tensor], Tensor]
-    features: Callable[[Tensor], Tensor]
-    bound: Callable[..., BoundTerms]
+    draw: Callable[..., Trajectories]
+    read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    features: Callable[[Tensor], Tensor]  # for the teacher
     conclude: Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 

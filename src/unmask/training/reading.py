@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -36,8 +35,17 @@ class Reading(NamedTuple):
 
     hidden: Tensor  # [R, L, D]
     at: Tensor  # [M]: the masked places of the flattened [R, L]
+    truth: Tensor  # [M]: the true tokens there
     logits: Tensor  # [M, V]
-    log_mu: Tensor  # [R, L]: log-probability of the true token where masked, else 0
+
+    @property
+    def log_mu(self) -> Tensor:
+        """[R, L]: log-probability of the true token where masked, else 0."""
+        return self.spread(log_likelihood(self.logits, self.truth))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[R, L, ...] from values [M, ...], 0 where nothing is masked."""
+        return scatter(values, self.at, self.hidden.shape[:2])
 
 
 def read_denoiser(
@@ -46,17 +54,14 @@ def read_denoiser(
     masked: Tensor,
     attention: Tensor | Layout | None,
     num_masked: int | None = None,
-    likelihood: Callable[[Tensor, Tensor], Tensor] = log_likelihood,
 ) -> Reading:
     """Mask the clean tokens [R, L] where `masked` [R, L] and ask for them back; logits only where masked.
 
-    num_masked: M, where known; likelihood may be the same compiled.
+    num_masked: M, where known.
     """
     hidden = denoiser.hidden(torch.where(masked, denoiser.mask_token_id, tokens), attention)
     at = places(masked, num_masked)
-    logits = denoiser.logits(hidden.flatten(0, 1)[at])
-    log_mu = likelihood(logits, tokens.flatten()[at])
-    return Reading(hidden, at, logits, scatter(log_mu, at, masked.shape))
+    return Reading(hidden, at, tokens.flatten()[at], denoiser.logits(hidden.flatten(0, 1)[at]))
 
 
 def selector_features(logits: Tensor) -> Tensor:

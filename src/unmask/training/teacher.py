@@ -19,7 +19,6 @@ from torch import Tensor
 
 from unmask.decoding.confidence import FEATURES, Confidence
 from unmask.decoding.policies import EntropyBounded, Factor, Policy, SelectorNetwork, Step, Threshold, parse_policy
-from unmask.models.backbone import scatter
 from unmask.models.networks import Denoiser
 from unmask.tasks.task import Examples, sent
 from unmask.training.reading import placed, read_denoiser, selector_features
@@ -61,7 +60,7 @@ def reveal_steps(
         there = sent(rows, masked.device)
         at = masked[there]  # [R, L]
         reading = read_denoiser(denoiser, left.tokens, at, layout, int(num_masked.sum()))
-        top, margin, entropy = scatter(features(reading.logits), reading.at, at.shape).unbind(-1)
+        top, margin, entropy = reading.spread(features(reading.logits)).unbind(-1)
         revealed = rule.decide(
             _step(left, at, index, budget, Confidence(log_top=top.log(), margin=margin, entropy=entropy))
         )
