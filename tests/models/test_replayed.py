@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from tests.training.small import small_model
 from unmask.models.backbone import Backbone, BackboneConfig, Layout
 from unmask.models.replayed import Replayed
+from unmask.training.run import compile_networks
 
 
 def trunk_and_rows(device):
@@ -53,3 +55,17 @@ def test_a_recorded_pass_is_the_pass():
     assert not torch.equal(again[5], truth[5]), "the weights have changed"
     trunk.run = run
     assert all(map(torch.equal, again, outputs(trunk, rows)))
+
+
+@pytest.mark.parametrize(("deep", "stay"), [(False, True), (True, True), (False, False)])
+def test_what_is_compiled_and_recorded(deep, stay, monkeypatch):
+    """A deep trunk block by block; nothing is recorded where the weights move.  Compilation itself waits for a call."""
+    monkeypatch.setattr("unmask.training.run.DEEP", 0 if deep else 1)
+    model = small_model()
+    trunk, plain = model.denoiser.backbone, model.denoiser.backbone.run
+    compile_networks(model, stay)
+    assert all((block._compiled_call_impl is not None) == deep for block in trunk.blocks)
+    assert isinstance(trunk.run, Replayed) == stay
+    run = trunk.run.run if stay else trunk.run
+    assert (run == plain) == deep
+    assert not isinstance(model.scorer.backbone.run, Replayed), "it is trained"
