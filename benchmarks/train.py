@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,11 @@ from unmask.models.backbone import BackboneConfig, places
 from unmask.models.networks import SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
 from unmask.tasks.task import Examples
+from unmask.training.compiled import compiled_networks
 from unmask.training.loop import Metrics, run_stage
 from unmask.training.objectives import DenoiseObjective, OrderObjective
 from unmask.training.reading import log_likelihood
 from unmask.training.recipe import Optimisation
-from unmask.training.run import compile_networks
 from unmask.variational.estimators import LeaveOneOut
 
 RECORDS = Path(__file__).parents[1] / "results" / "train"
@@ -251,14 +251,37 @@ def running(case: Case) -> Iterator[tuple[OrderModel, Accelerator]]:
         torch.set_num_threads(1)  # threads that wait for one another on a busy machine would be what is measured
     accelerator = Accelerator(mixed_precision="bf16" if case.device == "cuda" else "no", cpu=case.device == "cpu")
     model = build(case)
-    if case.device == "cuda":
-        torch._dynamo.reset()  # type: ignore[no-untyped-call]
-        compile_networks(model)
-    yield model, accelerator
+    if case.device == "cpu":
+        yield model, accelerator
+        return
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+    with compiled_networks(model):
+        yield model, accelerator
 
 
-def about(accelerator: Accelerator) -> dict[str, str]:
-    return {"device": device_name(accelerator.device), "torch": torch.__version__, "revision": revision()}
+def about(accelerator: Accelerator) -> dict[str, Any]:
+    return {
+        "device": device_name(accelerator.device),
+        "launch_microseconds": launch_microseconds(accelerator.device),
+        "torch": torch.__version__,
+        "revision": revision(),
+    }
+
+
+@cache
+def launch_microseconds(device: torch.device) -> float | None:
+    """How long the host takes to launch a small kernel: an order step is bound by that.  None on the CPU."""
+    if device.type == "cpu":
+        return None
+    number, launches = torch.zeros(1, device=device), 5000
+    for _ in range(launches):
+        number += 1
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(launches):
+        number += 1
+    torch.cuda.synchronize()
+    return round(1e6 * (time.perf_counter() - started) / launches, 2)
 
 
 def _wait(case: Case) -> None:
@@ -289,11 +312,13 @@ def write_page() -> None:
     for path in sorted(RECORDS.glob("*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         case, row = CASES[rows[0]["case"]], rows[0]
-        shape = case.shape
+        shape, launch = case.shape, row.get("launch_microseconds")
         text += (
             f"## {path.stem}\n\nWidth {shape.width}, {shape.layers} layers, vocabulary {case.vocabulary:,}, "
             f"{case.prompt} + {case.response} tokens, T = {case.budget}, k = {case.trajectories}; {row['device']}, "
-            f"torch {row['torch']}, revision {row['revision']}.\n\n"
+            f"torch {row['torch']}, revision {row['revision']}"
+            + (f"; the host launches a kernel in {launch} microseconds" if launch else "")
+            + ".\n\n"
         )
         text += (growth_table(rows) if "grows" in row else step_table(case, rows)) + "\n\n"
     PAGE.write_text(text.rstrip() + "\n")

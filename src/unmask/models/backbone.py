@@ -323,7 +323,7 @@ def spare_rows(rows: int, length: int, spare: int, device: torch.device) -> int:
 
     On a GPU there are empty ones too, up to a multiple of 64: a recorded pass (`Replayed`) needs the same shapes again.
     """
-    needed = -(-spare // length)
+    needed = -(-spare // max(1, length))
     return needed if device.type != "cuda" else needed + -(rows + needed) % 64
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,23 +17,31 @@ from unmask.models.backbone import Attend, Spans
 Shape = tuple[int, int, int, torch.dtype]  # places, ends, the longest sequence
 
 
+class Recorded(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor]  # x, cos, sin and ends, where the graph reads them
+    hidden: Tensor  # where it writes
+
+
 class Replayed:
     """`Backbone.run`, recorded for shapes that come again and again.
 
-    The weights may change, but must stay where they are in memory.
+    The weights may change, but must stay where they are in memory.  No two graphs run at once, and what one has written
+    is copied before the next: they share all their memory, which is that of the largest.
     """
 
     AFTER = 2  # passes of a shape before it is recorded: they compile it, and most shapes of a teacher's walk are rare
-    MOST = 64  # graphs
+    MOST = 256  # graphs
 
     def __init__(self, run: Callable[[Tensor, Tensor, Tensor, Attend], Tensor]) -> None:
         self.run = run
         self.passes: Counter[Shape] = Counter()
-        self.graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor]] = {}
-        self.pool: Any = None  # of memory, shared by the graphs: no two of them run at once
+        self.graphs: dict[Shape, Recorded] = {}
+        self.pool: Any = None  # of the memory inside the graphs
+        self.rooms: dict[str, Tensor] = {}  # by name: the memory of what goes in and out
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        if torch.is_grad_enabled() or not x.is_cuda or not isinstance(attend, Spans):
+        if not self._recordable(x) or not isinstance(attend, Spans):
             return self.run(x, cos, sin, attend)
         shape = (x.shape[1], len(attend.ends), attend.longest, x.dtype)
         if shape not in self.graphs:
@@ -47,15 +55,22 @@ class Replayed:
         graph.replay()
         return hidden.clone()
 
-    def _record(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Spans
-    ) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Tensor]:
-        """The graph, what it reads and what it writes."""
-        inputs = x.clone(), cos.clone(), sin.clone(), attend.ends.clone()
-        x, cos, sin, ends = inputs
+    def _recordable(self, x: Tensor) -> bool:
+        return x.is_cuda and not torch.is_grad_enabled()
+
+    def _record(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Spans) -> Recorded:
+        inputs = self._room("x", x), self._room("cos", cos), self._room("sin", sin), self._room("ends", attend.ends)
+        hidden = self._room("hidden", x)
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # thread_local: the next batch is made by another thread meanwhile, and may ask for memory.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            hidden = self.run(x, cos, sin, Spans(ends, attend.longest))
-        return graph, inputs, hidden
+            hidden.copy_(self.run(*inputs[:3], Spans(inputs[3], attend.longest)))
+        return Recorded(graph, inputs, hidden)
+
+    def _room(self, name: str, like: Tensor) -> Tensor:
+        """Memory for a tensor like this one; with some to spare, so that larger ones to come find it large enough."""
+        room = self.rooms.get(name)
+        if room is None or room.numel() < like.numel():
+            room = self.rooms[name] = like.new_empty(like.numel() * 5 // 4)
+        return room[: like.numel()].view(like.shape)

@@ -118,13 +118,15 @@ class OrderObjective(nn.Module):
         self.budget, self.trajectories, self.baseline, self.seed = budget, trajectories, baseline, seed
         self.learn_denoiser, self.attach_selector = learn_denoiser, attach_selector
         self.teacher = parse_teacher(model.config.teacher) if model.config.teacher else None
-        self.parts = _Parts(self.draw, self.read, selector_features, self.conclude)
+        self.parts = _Parts(self.draw, self.read, selector_features, self.bound, self.conclude)
         if compile:
             still, moving = (partial(torch.compile, dynamic=dynamic) for dynamic in (False, True))
-            draw, read, features, conclude = self.parts
-            if not isinstance(baseline, MovingAverage):  # which keeps what it sees on the CPU
+            draw, read, features, bound, conclude = self.parts
+            if isinstance(baseline, MovingAverage):  # which keeps what it sees on the CPU
+                bound = moving(bound)
+            else:  # the bound is part of it
                 conclude = moving(conclude)
-            self.parts = _Parts(still(draw), moving(read), moving(features), conclude)
+            self.parts = _Parts(still(draw), moving(read), moving(features), bound, conclude)
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
         """examples and ids [B]; u [B] stratified uniforms, which choose the times t."""
@@ -135,7 +137,7 @@ class OrderObjective(nn.Module):
 
     def conclude(self, walked: Walked, num_response: Tensor, kl_weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss in nats a token, and the metrics."""
-        terms, log_q = self.bound(walked)
+        terms, log_q = self.parts.bound(walked)
         objective = terms.reconstruction - kl_weight * terms.order_kl
         estimate = estimate_bound(objective, log_q, walked.t, self.budget, self.baseline)
         loss = (estimate.loss / num_response).mean()
@@ -209,8 +211,10 @@ class OrderObjective(nn.Module):
         Q may depend on x_0 in any way; that it depends on theta too is left out of theta's gradient.
         """
         assert self.teacher is not None
-        denoiser, features = self.model.denoiser, self.parts.features
-        return first_logits(reveal_steps(self.teacher, denoiser, examples, self.budget, features), examples.response)
+        steps = reveal_steps(self.teacher, self.model.denoiser, examples, self.budget, self.parts.features)
+        # In older versions of torch later passes would take the weights that autocast has cast here, without a graph.
+        torch.clear_autocast_cache()
+        return first_logits(steps, examples.response)
 
     def draw(
         self,
@@ -260,6 +264,7 @@ class _Parts(NamedTuple):
     draw: Callable[..., Trajectories]
     read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     features: Callable[[Tensor], Tensor]  # for the teacher
+    bound: Callable[[Walked], tuple[BoundTerms, Tensor]]
     conclude: Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 

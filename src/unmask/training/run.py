@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from accelerate.utils import (
 from tokenizers import Tokenizer
 
 from unmask.models.adaptation import adapt_causal
-from unmask.models.backbone import SIZES, Backbone, BackboneConfig
-from unmask.models.networks import Selector, SelectorConfig
+from unmask.models.backbone import SIZES, BackboneConfig
+from unmask.models.networks import SelectorConfig
 from unmask.models.order_model import (
     ModelFolderError,
     OrderModel,
@@ -32,7 +32,6 @@ from unmask.models.order_model import (
     word_level_tokenizer,
 )
 from unmask.models.pretrained import load_causal, load_tokenizer
-from unmask.models.replayed import Replayed
 from unmask.models.smdm import load_smdm
 from unmask.models.vocabulary import vocabulary_of
 from unmask.process_settings import process_settings
@@ -40,6 +39,7 @@ from unmask.tasks import make_task
 from unmask.tasks.task import Task, check_task
 from unmask.training.checkpoints import Checkpoint, CheckpointFolder, read_checkpoint
 from unmask.training.collapse import CollapseGuard
+from unmask.training.compiled import compiled_networks
 from unmask.training.expected_time import warn_of_time
 from unmask.training.folder import (
     RunFolderError,
@@ -117,7 +117,7 @@ class _Training:
     def run(self, model: OrderModel, plain: OrderModel | None) -> OrderModel:
         """`model` as it was born or as `init` has it; `plain` is its denoiser, trained on by another run."""
         recipe, out = self.recipe, self.out
-        _place(model, self.compiled, self.accelerator)
+        model.to(self.accelerator.device)
         if self.accelerator.is_main_process:
             warn_of_time(recipe, model, self.task, self.accelerator.device)
         before = self._before(model)
@@ -141,7 +141,7 @@ class _Training:
         recipe, folder = self.recipe, self.out / "denoiser"
         if recipe.order is not None and folder.exists():
             self.finished.append("denoise")
-            return _place(OrderModel.from_pretrained(folder), self.compiled, self.accelerator)
+            return OrderModel.from_pretrained(folder).to(self.accelerator.device)
         if recipe.denoise is not None:
             rates: Rates = {"denoiser": (model.denoiser, recipe.denoise.learning_rate)}
             index = 3 if recipe.init else 0  # the run that `init` names may have seen the examples of stage 0
@@ -150,7 +150,7 @@ class _Training:
             )
         if recipe.order is None:
             return None
-        before = _place(_copy_denoiser(model), self.compiled, self.accelerator)
+        before = _copy_denoiser(model).to(self.accelerator.device)
         self._save(before, folder)
         self.checkpoints.remove("denoise")
         return before
@@ -204,20 +204,21 @@ class _Training:
         sharded = accelerator.distributed_type == DistributedType.FSDP
         trained, trained_rates = copy.deepcopy((objective, rates)) if sharded else (objective, rates)
         begin = trained.begin_update if isinstance(trained, OrderObjective) else lambda progress: None
-        run_stage(
-            name,
-            index,
-            trained,
-            trained_rates,
-            how,
-            self.task,
-            self.recipe.seed,
-            accelerator,
-            self.metrics,
-            begin,
-            keeper=self.keeper,
-            guard=guard,
-        )
+        with compiled_networks(trained, replay=not sharded) if self.compiled else nullcontext():
+            run_stage(
+                name,
+                index,
+                trained,
+                trained_rates,
+                how,
+                self.task,
+                self.recipe.seed,
+                accelerator,
+                self.metrics,
+                begin,
+                keeper=self.keeper,
+                guard=guard,
+            )
         if sharded:
             copy_into(dict(objective.named_parameters()), {n: whole(p) for n, p in trained.named_parameters()})
         self.finished.append(name)
@@ -447,33 +448,6 @@ def _check_vocabulary(model: OrderModel, task: Task, where: str) -> None:
                 f"{where} has another tokenizer than task {task.name}: its token {index} is {token!r}, the task's is "
                 f"{wanted!r}: give the run of the same task, with the same data and options"
             )
-
-
-def _place(model: OrderModel, compiled: bool, accelerator: Accelerator) -> OrderModel:
-    """The model on its device, its networks compiled or not."""
-    model.to(accelerator.device)
-    if compiled:
-        compile_networks(model, stay=accelerator.distributed_type != DistributedType.FSDP)
-    return model
-
-
-DEEP = 24  # layers; to compile more of them as one program takes minutes, as one block used again and again seconds
-
-
-def compile_networks(model: OrderModel, stay: bool = True) -> None:
-    """Compile the heavy parts, whatever the number of their tokens.  `stay`: the weights do, where they are in memory.
-
-    Passes of the denoiser without gradients, beside an order or for its teacher, are then recorded as CUDA graphs.
-    """
-    for module in model.modules():
-        if isinstance(module, Backbone) and module.config.layers > DEEP:
-            for block in module.blocks:
-                block.compile(dynamic=True)
-        elif isinstance(module, Backbone | Selector):
-            module.run = torch.compile(module.run, dynamic=True)  # type: ignore[method-assign, assignment]
-    if stay:
-        trunk = model.denoiser.backbone
-        trunk.run = Replayed(trunk.run)  # type: ignore[method-assign]
 
 
 def _copy_denoiser(model: OrderModel) -> OrderModel:
