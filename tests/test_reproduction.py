@@ -248,11 +248,20 @@ def test_the_best_of_the_other_rules(study):
     frozen = {"trained_budget": 2, "plain_denoiser": LEARNED.denoiser}
     tried = result("learned(deterministic)", 2, "00000000", [1] * 8, **frozen, **dev)
     whole.evaluated = lambda: [one, two, joint, tried, tried, *rules, *elsewhere]
-    assert whole._best_other() == "left-to-right"
+    assert whole._best_others() == ["left-to-right"]
     whole.evaluated = lambda: [two, *rules[:2], result("left-to-right", 4, "10000000", [1] * 8, **dev)]
-    assert whole._best_other() == "entropy"
+    assert whole._best_others() == ["entropy"]
+    four = result("learned", 4, "11111111", [1] * 8, **{**frozen, "trained_budget": 4}, **dev)
+    whole.evaluated = lambda: [four, one, two, *rules]
+    assert whole._best_others() == ["left-to-right", "entropy"], "each budget has its own, at its own steps"
+    [stage] = [stage for stage in whole.stages() if stage.name == "test/denoiser"]
+    command = whole.known(stage).command
+    policies = [value for option, value in pairwise(command) if option == "--policy"]
+    assert policies == [*whole.study.policies, "left-to-right", "entropy"]
+    assert command[:1] == ["evaluate"]
+    assert command[-1] == stage.command[-1]
     whole.evaluated = list
-    assert whole._best_other() is None
+    assert whole._best_others() == []
 
 
 def test_the_gains_hold_both_seeds(study):
@@ -340,7 +349,7 @@ def test_what_waits_for_what(study, tmp_path, monkeypatch):
     rounds = []
     monkeypatch.setattr("unmask.jobs.run_jobs", lambda jobs, at_once, began, ended: rounds.append(jobs))
     whole = reproduction(study, tmp_path / "runs", jobs=9)
-    monkeypatch.setattr(whole, "_best_other", lambda: "entropy")
+    monkeypatch.setattr(whole, "_best_others", lambda: ["entropy"])
     whole.run()
     names = [[job.name for job in jobs] for jobs in rounds]
     assert sorted(name for found in names for name in found) == sorted(stage.name for stage in whole.stages())

@@ -2,7 +2,8 @@
 
 A study is a TOML file:
 
-policies, others       heuristics; of the others only the best joins in after the first split, where it is chosen
+policies, others       heuristics; of the others only the best for each budget join in after the first split, where they
+                       are chosen
 learned                how orders decode, such as "learned(deterministic)"; chosen on the first split among these and
 learned_tried          these, which are evaluated there only
 bf16                   evaluate with the denoiser's trunk in bfloat16
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from unmask.comparison import Result
 
 Command = list[str]
-BEST_OTHER = "BEST-OTHER"  # what a command shows before the best of the other rules is known
+BEST_OTHER = "BEST-OTHER"  # what a command shows before the best of the other rules are known
 SEED = 0  # of the sampling, the same for every order: it must be, if they are to be compared
 
 
@@ -181,7 +182,7 @@ class Reproduction:
         self.recipes: dict[str, tuple[str, list[str]]] = {}  # by run: the recipe's name and its overrides
         self.training: dict[str, Training] = {}
         self.start: dict[str, str] = {}  # by run: the run that it starts from, or ""
-        self.best_other: str | None = None
+        self.best_others: list[str] = []
         given = [_addressed(override) for override in overrides]
         for training in study.train:
             beside = path.parent / training.recipe
@@ -306,12 +307,13 @@ class Reproduction:
         return self._denoiser_of(start) if frozen else run
 
     def known(self, stage: Stage) -> Stage:
-        """With the best of the other rules in the place of BEST_OTHER, once it is known."""
+        """With the best of the other rules in the place of BEST_OTHER, once they are known."""
         if BEST_OTHER in stage.command:
-            self.best_other = self.best_other or self._best_other()
-            if self.best_other:
-                known = [self.best_other if word == BEST_OTHER else word for word in stage.command]
-                return stage._replace(command=known)
+            self.best_others = self.best_others or self._best_others()
+            if self.best_others:
+                at = stage.command.index(BEST_OTHER)
+                words = [word for rule in self.best_others for word in ("--policy", rule)]
+                return stage._replace(command=[*stage.command[: at - 1], *words, *stage.command[at + 1 :]])
         return stage
 
     def _evaluation(
@@ -508,8 +510,8 @@ class Reproduction:
         _rewrite(self.records, [result.record for result in results])
         _rewrite(self.beside / "gains.jsonl", gains(results))
 
-    def _best_other(self) -> str | None:
-        """Of the other rules, the one with the best mean score at the steps of the orders on the first split.
+    def _best_others(self) -> list[str]:
+        """Of the other rules, for each budget the one with the best mean score at its orders' steps on the first split.
 
         A rule that takes fewer steps than an order even at its largest budget counts with its score there.
         """
@@ -518,20 +520,22 @@ class Reproduction:
 
         first, chosen = self.study.evaluate[0], [_learned_name(rule) for rule in self.study.learned]
         results = [result for result in self.evaluated() if result.record.split == first.split]
-        orders = [
-            learned
-            for learned in results
-            if learned.record.policy in chosen and learned.record.plain_denoiser == learned.record.denoiser
-        ]
-        scores: dict[str, list[float]] = {}
-        for learned in orders:
-            for curve in curves(rivals(learned.record, results)):
-                score = at_most_steps(learned.mean_steps, curve)[0].score
-                if score is not None:
-                    scores.setdefault(curve[0].record.policy, []).append(score)
-        names = {parse_policy(rule).name for rule in self.study.others}
-        known = {rule: sum(found) for rule, found in scores.items() if rule in names and len(found) == len(orders)}
-        return max(known, key=lambda rule: known[rule]) if known else None
+        orders: dict[int, list[Result]] = {}
+        for result in results:
+            record = result.record
+            if record.policy in chosen and record.trained_budget and record.plain_denoiser == record.denoiser:
+                orders.setdefault(record.trained_budget, []).append(result)
+        names, best = {parse_policy(rule).name for rule in self.study.others}, []
+        for _, ours in sorted(orders.items()):
+            scores: dict[str, list[float]] = {}
+            for learned in ours:
+                for curve in curves(rivals(learned.record, results)):
+                    rule, score = curve[0].record.policy, at_most_steps(learned.mean_steps, curve)[0].score
+                    if rule in names and score is not None:
+                        scores.setdefault(rule, []).append(score)
+            known = {rule: sum(found) for rule, found in scores.items() if len(found) == len(ours)}
+            best += [max(known, key=lambda rule: known[rule])] if known else []
+        return list(dict.fromkeys(best))
 
 
 def _learned_name(rule: str) -> str:
