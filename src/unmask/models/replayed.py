@@ -26,8 +26,8 @@ class Recorded(NamedTuple):
 class Replayed:
     """`Backbone.run`, recorded for shapes that come again and again.
 
-    The weights may change, but must stay where they are in memory.  No two graphs run at once, and what one has written
-    is copied before the next: they share all their memory, which is that of the largest.
+    The weights may change, but must stay where they are in memory.  No two graphs run at once: they share all their
+    memory, which is that of the largest.  A result holds until the next pass; `Layout.put` copies it at once.
     """
 
     AFTER = 2  # passes of a shape before it is recorded: they compile it, and most shapes of a teacher's walk are rare
@@ -41,7 +41,7 @@ class Replayed:
         self.rooms: dict[str, Tensor] = {}  # by name: the memory of what goes in and out
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        if not self._recordable(x) or not isinstance(attend, Spans):
+        if torch.is_grad_enabled() or not isinstance(attend, Spans) or not self._on_gpu(x):
             return self.run(x, cos, sin, attend)
         shape = (x.shape[1], len(attend.ends), attend.longest, x.dtype)
         if shape not in self.graphs:
@@ -53,10 +53,10 @@ class Replayed:
         for place, given in zip(inputs, (x, cos, sin, attend.ends), strict=True):
             place.copy_(given)
         graph.replay()
-        return hidden.clone()
+        return hidden
 
-    def _recordable(self, x: Tensor) -> bool:
-        return x.is_cuda and not torch.is_grad_enabled()
+    def _on_gpu(self, x: Tensor) -> bool:
+        return x.is_cuda
 
     def _record(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Spans) -> Recorded:
         inputs = self._room("x", x), self._room("cos", cos), self._room("sin", sin), self._room("ends", attend.ends)
