@@ -170,9 +170,9 @@ class OrderObjective(nn.Module):
 
     def bound(self, walked: Walked) -> tuple[BoundTerms, Tensor]:
         """F1 and KL [B, k], and log Q [B, k]."""
-        scores, response, t, drawn, which = walked[:5]
+        scores, response, t, drawn, which, *said = walked
         tau, shared = self.model.config.tau, (t == self.budget - 1)[:, None, None]
-        spread = (scatter(values, which, drawn.masked.shape[:2]) for values in (walked.log_mu, walked.logits))
+        spread = (scatter(values, which, drawn.masked.shape[:2]) for values in said)
         log_mu, logits = (torch.where(shared, values[:, :1], values) for values in spread)  # [B, k, L]
         terms = bound_terms(scores, drawn.masked, t, tau, log_mu, logits, self.model.selection)
         return terms, log_prob(scores, response, t, self.budget, tau, drawn)
