@@ -1,4 +1,4 @@
-"""The collapse guard: loud when an order is lost, silent otherwise."""
+"""The collapse guard: loud when an order or a denoiser is lost, silent otherwise."""
 
 import random
 
@@ -7,12 +7,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from tests.training.small import FixedTask, json_lines, padded
+from tests.training.small import TINY_RECIPE, FixedTask, json_lines, padded
 from unmask.training.collapse import PATIENCE, CollapseGuard
 from unmask.training.loop import run_stage
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import Outcome
-from unmask.training.recipe import Optimisation
+from unmask.training.recipe import Optimisation, load_recipe
+from unmask.training.run import train
 from unmask.training.state import StageState
 
 BUDGET = 5
@@ -37,7 +38,7 @@ BAD = {
 
 @pytest.mark.parametrize(("words", "bad"), BAD.items(), ids=BAD.keys())
 def test_each_sign_is_reported_once_and_not_before_it_has_lasted(words, bad):
-    guard = CollapseGuard(BUDGET)
+    guard = CollapseGuard("order", BUDGET)
     assert said(guard, good()) == []
     found = said(guard, bad)
     assert len(found) == 1
@@ -46,25 +47,29 @@ def test_each_sign_is_reported_once_and_not_before_it_has_lasted(words, bad):
 
 
 def test_noise_is_not_a_collapse():
-    guard, draw = CollapseGuard(BUDGET), random.Random(0)
+    guard, draw = CollapseGuard("order", BUDGET), random.Random(0)
     for _ in range(3000):
         noisy = good(elbo=-1 + draw.gauss(0, 0.8), q_steps=draw.choice([1.0, 5.0]), saturated=draw.random())
         assert guard.watch(noisy) is None
 
 
 def test_a_short_fall_is_not_a_collapse():
-    guard = CollapseGuard(BUDGET)
+    guard = CollapseGuard("order", BUDGET)
     for _ in range(10):
         assert said(guard, good()) == []
         assert said(guard, good(elbo=-3.0), PATIENCE // 2) == []
 
 
-def test_metrics_of_the_plain_objective_are_nothing_to_it():
-    assert said(CollapseGuard(BUDGET), {"loss": 1.0, "elbo": -1.0}) == []
+def test_a_denoiser_is_watched_by_its_bound_alone():
+    guard = CollapseGuard("denoiser")
+    assert said(guard, {"loss": 0.4, "elbo": -0.4}) == []
+    assert said(guard, {"loss": 0.6, "elbo": -0.6}) == []
+    [(_, why)] = said(guard, {"loss": 1.3, "elbo": -1.3})
+    assert "nats a token, its best was -0.40" in why
 
 
 def test_facts_bring_it_back():
-    one, other = CollapseGuard(BUDGET), CollapseGuard(BUDGET)
+    one, other = CollapseGuard("order", BUDGET), CollapseGuard("order", BUDGET)
     said(one, good())
     said(one, good(elbo=-2.0), PATIENCE)
     other.load(one.facts())
@@ -87,11 +92,11 @@ class Falling(nn.Module):
         return Outcome(self.weight.sum(), metrics)
 
 
-def run(tmp_path, restored_rate):
+def run(tmp_path, restored_rate, what="order"):
     objective = Falling()
     how = Optimisation(updates=200, batch=2, warmup=0, final_rate=1.0)
     path = tmp_path / "metrics.jsonl"
-    guard = CollapseGuard(BUDGET, restored_rate)
+    guard = CollapseGuard(what, BUDGET, restored_rate)
     rates = {"scorer": (objective, 1e-2)}
     run_stage("order", 1, objective, rates, how, TASK, 0, Accelerator(cpu=True), Metrics(path), guard=guard)
     return objective, [line for line in json_lines(path) if "event" in line], json_lines(path)
@@ -106,9 +111,15 @@ def test_a_collapse_is_reported_loudly(tmp_path, capsys):
     assert objective.weight < -1.5, "and nothing else happens"
 
 
+def test_the_advice_is_for_what_has_collapsed(tmp_path):
+    _, [event], _ = run(tmp_path, 0.0, "denoiser")
+    assert "THE DENOISER HAS COLLAPSED" in event["event"]
+    assert "try a smaller learning_rate, a longer warmup, or on_collapse = 'restore'" in event["event"]
+
+
 def test_a_collapsed_order_is_never_the_best():
     """One that was collapsed from the first update on has nothing to go back to."""
-    guard = CollapseGuard(BUDGET, 0.5)
+    guard = CollapseGuard("order", BUDGET, 0.5)
     for _ in range(3 * PATIENCE):
         guard.watch(good(q_steps=1.0))
         assert not guard.at_best
@@ -119,7 +130,7 @@ def test_a_collapsed_order_is_never_the_best():
 
 def test_the_average_of_a_collapsed_order_is_given_up():
     module = nn.Linear(1, 1)
-    state = StageState(module, torch.optim.AdamW(module.parameters()), 0.9, CollapseGuard(BUDGET, 0.5))
+    state = StageState(module, torch.optim.AdamW(module.parameters()), 0.9, CollapseGuard("order", BUDGET, 0.5))
     state.keep_best()
     best = {name: tensor.clone() for name, tensor in state.best.items()}
     for _ in range(3):
@@ -131,12 +142,30 @@ def test_the_average_of_a_collapsed_order_is_given_up():
     assert all(torch.equal(state.average.values[name], tensor) for name, tensor in best.items())
 
 
-def test_the_best_order_is_restored_at_a_smaller_rate(tmp_path):
-    objective, events, lines = run(tmp_path, 0.25)
+@pytest.mark.parametrize("what", ["order", "denoiser"])
+def test_the_best_weights_are_restored_at_a_smaller_rate(tmp_path, what):
+    objective, events, lines = run(tmp_path, 0.25, what)
     assert len(events) == 1
-    assert "the best order is restored, learning rates times 0.25" in events[0]["event"]
+    assert f"THE {what.upper()} HAS COLLAPSED" in events[0]["event"]
+    assert f"the best {what} is restored, learning rates times 0.25" in events[0]["event"]
     factors = {line["update"] > events[0]["update"]: line["rate_factor"] for line in lines if "rate_factor" in line}
     assert factors == {False: 1.0, True: 0.25}
     since = 199 - events[0]["update"]
     best = objective.weight.item() + since * 1e-2 * 0.25  # each step of AdamW moves by the rate
     assert -0.65 < best < 0.0
+
+
+@pytest.mark.parametrize(
+    ("on_collapse", "then"), [("report", "try a smaller"), ("restore", "is restored, learning rates times 0.5")]
+)
+def test_a_run_whose_denoiser_diverges_says_so(tmp_path, on_collapse, then):
+    """The learning rate rises until the bound falls."""
+    (tmp_path / "tiny.toml").write_text(TINY_RECIPE)
+    rising = ["denoise.updates=240", "denoise.warmup=499", "denoise.learning_rate=0.3", "order.updates=1"]
+    train(
+        load_recipe(tmp_path / "tiny.toml", [*rising, f"denoise.on_collapse={on_collapse}"]), tmp_path / "run", cpu=True
+    )
+    [event] = [line for line in json_lines(tmp_path / "run" / "metrics.jsonl") if "event" in line]
+    assert event["stage"] == "denoise"
+    assert "THE DENOISER HAS COLLAPSED: the bound is" in event["event"]
+    assert then in event["event"]

@@ -274,6 +274,7 @@ WRONG_VALUES = [
     ("order.max_bad=0", "max_bad must be at least 1, got 0"),
     ("order.restored_rate=0", "restored_rate must lie above 0 and be at most 1, got 0"),
     ("order.on_collapse=ignore", "choose from report, restore"),
+    ("denoise.on_collapse=ignore", "choose from report, restore"),
     ("saving.keep=0", "keep must be at least 1, got 0"),
     ("saving.every_seconds=-1", "every_seconds must be at least 0, got -1"),
     ("saving.evry_seconds=1", "did you mean 'every_seconds'"),

@@ -33,6 +33,7 @@ SETTINGS = [
     "denoise.ema=0.7",
     "order.kl_weight=3",
     "order.on_collapse=restore",
+    "denoise.on_collapse=restore",
     "saving.every_updates=5",
     "saving.keep=2",
 ]

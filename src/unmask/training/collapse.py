@@ -1,39 +1,47 @@
-"""The collapse guard: an order that was good and is no longer, told from three numbers of every update.
+"""The collapse guard: an order or a denoiser that was good and is no longer, told from the numbers of every update.
 
-An order has collapsed where, smoothed over the last updates,
+It has collapsed where, smoothed over the last updates,
+    the bound has fallen:                       `DROP` nats a token below the best that it was, or, of an order,
     the posterior reveals everything at once:   E_Q[steps] < 1 + 1/20 of the way to the budget, or
-    the scores are saturated:                   nearly all of them within 1/1000 of 0 or 1, where no gradient passes, or
-    the bound has fallen:                       `DROP` nats a token below the best that it was,
+    the scores are saturated:                   nearly all of them within 1/1000 of 0 or 1, where no gradient passes,
 and this has lasted for `PATIENCE` updates.  Noise of single updates is not reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 DECAY = {"elbo": 0.98, "q_steps": 0.9, "saturated": 0.9}  # of the smoothing: the bound is the noisiest
 PATIENCE = 50  # updates
-DROP = 0.5  # nats a response token
+DROP = {"order": 0.5, "denoiser": 0.25}  # nats a response token; an order's bound is the noisier one
+ADVICE = {
+    "order": "a smaller scorer_rate, a larger kl_weight",
+    "denoiser": "a smaller learning_rate, a longer warmup",
+}
 SATURATED = 0.99  # of the scores
 
 
 class CollapseGuard:
-    """Watches the metrics of an order's updates.  restored_rate: see `OrderRecipe`; 0 where nothing is restored."""
+    """Watches the metrics of the updates of `what`, an order or a denoiser, which has no budget.
 
-    def __init__(self, budget: int, restored_rate: float = 0.0) -> None:
+    restored_rate: see `Optimisation`; 0 where nothing is restored.
+    """
+
+    def __init__(self, what: Literal["order", "denoiser"], budget: int = 1, restored_rate: float = 0.0) -> None:
+        self.what, self.drop = what, DROP[what]
         self.fewest_steps, self.restored_rate = 1 + (budget - 1) / 20, restored_rate
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything: the order was set back."""
+        """Forget everything: the weights were set back."""
         self.smooth: dict[str, float] = {}
         self.best = float("-inf")
         self.since: dict[str, int] = {}  # for each sign of collapse, the updates that it has lasted
         self.seen = 0
 
     def watch(self, recorded: Mapping[str, float]) -> str | None:
-        """Take in the metrics of an update; why the order has collapsed, said once for each reason."""
+        """Take in the metrics of an update; why it is a collapse, said once for each reason."""
         self.seen += 1
         for key, decay in DECAY.items():
             if key in recorded:  # a mean with the weights decay^j, j updates back
@@ -45,7 +53,8 @@ class CollapseGuard:
                 self.smooth.get("q_steps", float("inf")) < self.fewest_steps
             ),
             "the scores are saturated: all but 1 in 100 are 0 or 1": self.smooth.get("saturated", 0.0) > SATURATED,
-            f"the bound is {self.bound:.2f} nats a token, its best was {self.best:.2f}": self.bound < self.best - DROP,
+            f"the bound is {self.bound:.2f} nats a token, its best was {self.best:.2f}": self.bound
+            < self.best - self.drop,
         }
         found = None
         for number, (why, present) in enumerate(signs.items()):

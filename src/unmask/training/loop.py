@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from unmask.streams import Purpose, integers, stratified
 from unmask.tasks.task import Examples, Task, sent
 from unmask.training.checkpoints import warn
-from unmask.training.collapse import CollapseGuard
+from unmask.training.collapse import ADVICE, CollapseGuard
 from unmask.training.keeper import Keeper, Stopped
 from unmask.training.metrics import Metrics
 from unmask.training.recipe import Optimisation
@@ -280,13 +280,15 @@ def _judge(state: StageState, wrong: list[str], recorded: dict[str, float]) -> l
         state.keep_best()
     if why is None:
         return []
-    said = f"THE ORDER HAS COLLAPSED: {why}"
+    said = f"THE {guard.what.upper()} HAS COLLAPSED: {why}"
     if state.best:
         state.restore_best(guard.restored_rate)
-        said += f"; the best order is restored, learning rates times {state.rate_scale:g}"
+        said += f"; the best {guard.what} is restored, learning rates times {state.rate_scale:g}"
     else:
-        said += "; try a smaller scorer_rate, a larger kl_weight"
-        said += ": there is no better order to restore" if guard.restored_rate else ", or on_collapse = 'restore'"
+        said += f"; try {ADVICE[guard.what]}"
+        said += (
+            f": there is no better {guard.what} to restore" if guard.restored_rate else ", or on_collapse = 'restore'"
+        )
     return [{"event": said}]
 
 

@@ -108,6 +108,8 @@ class Optimisation:
     clip: float = 1.0  # each network's gradient is clipped by its own norm
     ema: float = 0.0  # decay of an average of the weights that replaces them at the end; 0: none
     max_bad: int = 5  # an update whose loss or gradient is not finite is skipped; this many in a row stop the run
+    on_collapse: Literal["report", "restore"] = "report"  # restore: go back to the best weights, at a smaller rate
+    restored_rate: float = 0.5  # the learning rates are multiplied by this when weights are restored
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "updates", "batch", "accumulate", "max_bad")
@@ -116,6 +118,8 @@ class Optimisation:
             raise ValueError(f"clip must be above 0, got {self.clip}")
         if not 0 <= self.ema < 1:
             raise ValueError(f"ema must lie in [0, 1), got {self.ema}")
+        if not 0 < self.restored_rate <= 1:
+            raise ValueError(f"restored_rate must lie above 0 and be at most 1, got {self.restored_rate}")
         if self.batch % self.accumulate:
             raise ValueError(f"batch = {self.batch} must be a multiple of accumulate = {self.accumulate}")
 
@@ -145,8 +149,6 @@ class OrderRecipe(Optimisation):
     scorer_rate: float = 1e-3
     kl_weight: float = 1.0  # of the order KL at the first update, falling to 1 at half time; the paper has 1 throughout
     attach_selector: bool = False  # let the selector's loss reach the denoiser
-    on_collapse: Literal["report", "restore"] = "report"  # restore: go back to the best order, at a smaller rate
-    restored_rate: float = 0.5  # the learning rates are multiplied by this when an order is restored
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,8 +178,6 @@ class OrderRecipe(Optimisation):
             raise ValueError("attach_selector needs denoiser_rate > 0: a frozen denoiser takes no gradient")
         if self.continued and self.denoiser_rate == 0:
             raise ValueError("continued is for denoiser_rate > 0: the rivals of a frozen order run on its own denoiser")
-        if not 0 < self.restored_rate <= 1:
-            raise ValueError(f"restored_rate must lie above 0 and be at most 1, got {self.restored_rate}")
         if not (self.selector_rate or self.scorer_rate):
             raise ValueError(
                 "selector_rate and scorer_rate are both 0: no order would be learned; train the denoiser in [denoise]"

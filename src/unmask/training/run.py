@@ -56,8 +56,8 @@ from unmask.training.loop import Rates, run_stage
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import DenoiseObjective, OrderObjective
 from unmask.training.recipe import (
+    DenoiseRecipe,
     ModelRecipe,
-    Optimisation,
     OrderRecipe,
     Recipe,
     RecipeError,
@@ -172,9 +172,8 @@ class _Training:
             initial_kl_weight=how.kl_weight,
             compile=self.compiled,
         )
-        guard = CollapseGuard(how.budget, how.restored_rate if how.on_collapse == "restore" else 0.0)
         index = 4 if how.from_init else 1  # the order that it goes on with may have seen the examples of stage 1
-        self._stage("order", index, objective, _order_rates(model, how), how, guard)
+        self._stage("order", index, objective, _order_rates(model, how), how)
         if folder is not None:
             self._save(model, folder)
             self.checkpoints.remove("order")
@@ -194,8 +193,7 @@ class _Training:
         index: int,
         objective: DenoiseObjective | OrderObjective,
         rates: Rates,
-        how: Optimisation,
-        guard: CollapseGuard | None = None,
+        how: DenoiseRecipe | OrderRecipe,
     ) -> None:
         """`index` names the stage's stream of examples and times: no two stages see the same ones."""
         accelerator = self.accelerator
@@ -217,7 +215,7 @@ class _Training:
                 self.metrics,
                 begin,
                 keeper=self.keeper,
-                guard=guard,
+                guard=_guard(how),
             )
         if sharded:
             copy_into(dict(objective.named_parameters()), {n: whole(p) for n, p in trained.named_parameters()})
@@ -533,6 +531,13 @@ def _take_order(model: OrderModel, source: str) -> None:
     if found.config.teacher != model.config.teacher:
         taught = f"by {found.config.teacher}" if found.config.teacher else "by no rule"
         raise RecipeError(f"{where} was taught {taught}: set order.teacher = {found.config.teacher!r}")
+
+
+def _guard(how: DenoiseRecipe | OrderRecipe) -> CollapseGuard:
+    restored_rate = how.restored_rate if how.on_collapse == "restore" else 0.0
+    if isinstance(how, OrderRecipe):
+        return CollapseGuard("order", how.budget, restored_rate)
+    return CollapseGuard("denoiser", restored_rate=restored_rate)
 
 
 def _baseline(order: OrderRecipe) -> Baseline:

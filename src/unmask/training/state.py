@@ -55,18 +55,18 @@ class StageState:
         baseline = getattr(objective, "baseline", None)
         self.baseline = baseline if isinstance(baseline, MovingAverage) else None
         self.average = WeightAverage(self.parameters, ema) if ema else None
-        self.best: dict[str, Tensor] = {}  # the weights of the best order, where the guard may restore it
+        self.best: dict[str, Tensor] = {}  # the weights at their best, where the guard may restore them
         self.update = 0  # updates done: the position in the data and in every random stream
         self.skipped = 0  # of these, how many were skipped because a number was not finite
         self.in_a_row = 0  # skipped ones without a good one since
-        self.rate_scale = 1.0  # below 1 once an order was restored
+        self.rate_scale = 1.0  # below 1 once weights were restored
         self.seconds = 0.0  # spent on the stage so far, over all its processes' lives
 
     def keep_best(self) -> None:
         self.best = copied(self.parameters)
 
     def restore_best(self, rate_scale: float) -> None:
-        """The weights of the best order, without momentum, to go on at a smaller learning rate."""
+        """The weights at their best, without momentum, to go on at a smaller learning rate."""
         copy_into(self.parameters, self.best)
         self.optimizer.state.clear()
         if self.average is not None:
