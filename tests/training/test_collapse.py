@@ -1,6 +1,7 @@
 """The collapse guard: loud when an order or a denoiser is lost, silent otherwise."""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,13 +9,14 @@ from accelerate import Accelerator
 from torch import nn
 
 from tests.training.small import TINY_RECIPE, FixedTask, json_lines, padded
+from unmask.training.checkpoints import Checkpoint
 from unmask.training.collapse import PATIENCE, CollapseGuard
 from unmask.training.loop import run_stage
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import Outcome
 from unmask.training.recipe import Optimisation, load_recipe
 from unmask.training.run import train
-from unmask.training.state import StageState
+from unmask.training.state import StageState, copied
 
 BUDGET = 5
 TASK = FixedTask(padded([[2, 0, 1]], [[True] * 3]))
@@ -76,17 +78,20 @@ def test_facts_bring_it_back():
     assert said(one, good(elbo=-2.0)) == said(other, good(elbo=-2.0)) != []
 
 
+CLIFF, UPDATES = -1.2, 260  # the weight falls by 1/100 an update
+
+
 class Falling(nn.Module):
-    """Its bound is good for 60 updates of its life, and bad whenever the weight has gone far beyond that."""
+    """The weight falls, and its bound becomes better and better until it goes over the cliff."""
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, examples, ids, u):
-        fallen = self.weight.detach()[0] < -0.6
+        weight = self.weight.detach()[0]
         metrics = {
-            "elbo": torch.where(fallen, -5.0, -1.0 - self.weight.detach()[0] * -0.1),
+            "elbo": torch.where(weight < CLIFF, -5.0, -1.0 - weight * 0.1),
             "q_steps": torch.tensor(3.0),
         }
         return Outcome(self.weight.sum(), metrics)
@@ -94,7 +99,7 @@ class Falling(nn.Module):
 
 def run(tmp_path, restored_rate, what="order"):
     objective = Falling()
-    how = Optimisation(updates=200, batch=2, warmup=0, final_rate=1.0)
+    how = Optimisation(updates=UPDATES, batch=2, warmup=0, final_rate=1.0)
     path = tmp_path / "metrics.jsonl"
     guard = CollapseGuard(what, BUDGET, restored_rate)
     rates = {"scorer": (objective, 1e-2)}
@@ -108,7 +113,7 @@ def test_a_collapse_is_reported_loudly(tmp_path, capsys):
     assert "THE ORDER HAS COLLAPSED: the bound is" in events[0]["event"]
     assert "on_collapse = 'restore'" in events[0]["event"]
     assert f"order, update {events[0]['update']}: THE ORDER HAS COLLAPSED" in capsys.readouterr().err
-    assert objective.weight < -1.5, "and nothing else happens"
+    assert objective.weight < -2.5, "and nothing else happens"
 
 
 def test_the_advice_is_for_what_has_collapsed(tmp_path):
@@ -131,8 +136,7 @@ def test_a_collapsed_order_is_never_the_best():
 def test_the_average_of_a_collapsed_order_is_given_up():
     module = nn.Linear(1, 1)
     state = StageState(module, torch.optim.AdamW(module.parameters()), 0.9, CollapseGuard("order", BUDGET, 0.5))
-    state.keep_best()
-    best = {name: tensor.clone() for name, tensor in state.best.items()}
+    state.best = best = copied(state.parameters)
     for _ in range(3):
         with torch.no_grad():
             module.weight += 100
@@ -148,11 +152,50 @@ def test_the_best_weights_are_restored_at_a_smaller_rate(tmp_path, what):
     assert len(events) == 1
     assert f"THE {what.upper()} HAS COLLAPSED" in events[0]["event"]
     assert f"the best {what} is restored, learning rates times 0.25" in events[0]["event"]
-    factors = {line["update"] > events[0]["update"]: line["rate_factor"] for line in lines if "rate_factor" in line}
-    assert factors == {False: 1.0, True: 0.25}
-    since = 199 - events[0]["update"]
-    best = objective.weight.item() + since * 1e-2 * 0.25  # each step of AdamW moves by the rate
-    assert -0.65 < best < 0.0
+    restored = events[0]["update"]
+    factors = {line["update"]: line["rate_factor"] for line in lines if "rate_factor" in line}
+    later = {update: min(1.0, (update - restored) / PATIENCE) * 0.25 for update in factors if update > restored}
+    assert factors == pytest.approx({update: later.get(update, 1.0) for update in factors})
+    assert 0 < len([factor for factor in later.values() if factor < 0.25]) < len(later)
+    since = range(1, UPDATES - restored)
+    best = objective.weight.item() + sum(1e-2 * 0.25 * min(1.0, i / PATIENCE) for i in since)  # AdamW moves by the rate
+    assert -0.01 * (PATIENCE + 10) < best < -0.01 * (PATIENCE - 10), "the first weights that proved good"
+
+
+def test_weights_are_the_best_when_they_have_lasted():
+    module = nn.Linear(1, 1, bias=False)
+    state = StageState(
+        module, torch.optim.AdamW(module.parameters()), 0.0, CollapseGuard("denoiser", restored_rate=0.5)
+    )
+    for state.update in range(2 * PATIENCE + 1):
+        with torch.no_grad():
+            module.weight.fill_(state.update)
+        state.keep_best()
+        assert (state.best["weight"].item() if state.best else None) == {0: None, 1: 0, 2: PATIENCE}[
+            state.update // PATIENCE
+        ]
+    state.restore_best(0.5)
+    assert module.weight.item() == PATIENCE
+    assert not state.candidate
+
+
+def test_a_checkpoint_holds_what_may_be_restored():
+    def state_of(weight):
+        module = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(module.weight, weight)
+        optimizer = torch.optim.AdamW(module.parameters())
+        return StageState(module, optimizer, 0.0, CollapseGuard("denoiser", restored_rate=0.5))
+
+    saved, loaded = state_of(1.0), state_of(2.0)
+    saved.best, saved.candidate = ({"weight": torch.full((1, 1), value)} for value in (3.0, 4.0))
+    saved.update, saved.candidate_since, saved.restored_at, saved.rate_scale = 70, 60, 40, 0.5
+    loaded.load(Checkpoint(Path("here"), saved.tensors(), {"update": 70, **saved.facts()}))
+    assert (loaded.best, loaded.candidate) == (saved.best, saved.candidate)
+    assert loaded.rate_factor == saved.rate_factor == 0.5 * 31 / PATIENCE
+    for state in (saved, loaded):
+        state.update = 110
+        state.keep_best()
+        assert state.best["weight"].item() == 4.0
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def run_stage(
         updates = range(state.update, stage.updates)
         batches = _ahead(_micro_batches(update, index, stage, task, seed, accelerator) for update in updates)
         for update, micro_batches in zip(updates, batches, strict=True):
-            factor = state.rate_scale * learning_rate_factor(update, stage)
+            factor = state.rate_factor * learning_rate_factor(update, stage)
             for group in adamw.param_groups:
                 group["lr"] = rates[group["name"]][1] * factor
             begin_update(update / stage.updates)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from unmask.training.checkpoints import Checkpoint, CheckpointError
-from unmask.training.collapse import CollapseGuard
+from unmask.training.collapse import PATIENCE, CollapseGuard
 from unmask.variational.estimators import MovingAverage
 
 
@@ -55,25 +55,47 @@ class StageState:
         baseline = getattr(objective, "baseline", None)
         self.baseline = baseline if isinstance(baseline, MovingAverage) else None
         self.average = WeightAverage(self.parameters, ema) if ema else None
-        self.best: dict[str, Tensor] = {}  # the weights at their best, where the guard may restore them
+        # Where the guard may restore weights: those that have proved good, and later ones that have yet to.
+        self.best: dict[str, Tensor] = {}
+        self.candidate: dict[str, Tensor] = {}
+        self.candidate_since = 0  # the update that they are from
         self.update = 0  # updates done: the position in the data and in every random stream
         self.skipped = 0  # of these, how many were skipped because a number was not finite
         self.in_a_row = 0  # skipped ones without a good one since
         self.rate_scale = 1.0  # below 1 once weights were restored
+        self.restored_at: int | None = None  # the update after which that was, the last time
         self.seconds = 0.0  # spent on the stage so far, over all its processes' lives
 
     def keep_best(self) -> None:
-        self.best = copied(self.parameters)
+        """The weights do well.  They become the best when they still do so `PATIENCE` updates later.
+
+        A bound is that of the weights before its update, and on a GPU it is read an update late: when it says that all
+        is well, the weights may have been lost in between.
+        """
+        if self.candidate:
+            if self.update - self.candidate_since < PATIENCE:
+                return
+            self.best = self.candidate
+        self.candidate, self.candidate_since = copied(self.parameters), self.update
 
     def restore_best(self, rate_scale: float) -> None:
-        """The weights at their best, without momentum, to go on at a smaller learning rate."""
+        """The weights at their best, without momentum, to go on at a smaller learning rate, which rises to its size."""
         copy_into(self.parameters, self.best)
+        self.candidate = {}
         self.optimizer.state.clear()
         if self.average is not None:
             self.average.values = {}  # of the weights that are given up; it begins anew
         self.rate_scale *= rate_scale
+        self.restored_at = self.update
         if self.guard is not None:
             self.guard.reset()
+
+    @property
+    def rate_factor(self) -> float:
+        """Of the learning rates, beside their schedule: after a restoration they warm up again."""
+        if self.restored_at is None:
+            return 1.0
+        return self.rate_scale * min(1.0, (self.update - self.restored_at + 1) / PATIENCE)
 
     def tensors(self) -> dict[str, Tensor]:
         """Whole tensors on the CPU.  Every process must take part where they are sharded."""
@@ -84,6 +106,8 @@ class StageState:
             "skipped": self.skipped,
             "in_a_row": self.in_a_row,
             "rate_scale": self.rate_scale,
+            "restored_at": self.restored_at,
+            "candidate_since": self.candidate_since,
             "seconds": self.seconds,
             "guard": self.guard.facts() if self.guard is not None else None,
         }
@@ -98,6 +122,7 @@ class StageState:
             facts = checkpoint.facts
             self.update, self.skipped, self.in_a_row = facts["update"], facts["skipped"], facts["in_a_row"]
             self.rate_scale, self.seconds = float(facts["rate_scale"]), float(facts["seconds"])
+            self.restored_at, self.candidate_since = facts.get("restored_at"), facts.get("candidate_since", 0)
             if self.guard is not None and facts["guard"] is not None:
                 self.guard.load(facts["guard"])
             copy_into(self.parameters, parts.get("weights", {}))
@@ -105,9 +130,10 @@ class StageState:
             if self.average is not None and "average" in parts:
                 self.average.values = copied(self.parameters)
                 copy_into(self.average.values, parts["average"])
-            if "best" in parts:
-                self.best = copied(self.parameters)
-                copy_into(self.best, parts["best"])
+            for part in ("best", "candidate"):
+                if part in parts:
+                    setattr(self, part, copied(self.parameters))
+                    copy_into(getattr(self, part), parts[part])
             if self.baseline is not None:
                 copy_into(self.baseline.state(), parts.get("baseline", {}))
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
@@ -125,6 +151,7 @@ class StageState:
         for part, values in (
             ("average", self.average.values if self.average is not None else {}),
             ("best", self.best),
+            ("candidate", self.candidate),
             ("baseline", self.baseline.state() if self.baseline is not None else {}),
         ):
             for name, value in values.items():
