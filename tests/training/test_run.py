@@ -136,6 +136,13 @@ def test_the_baseline_of_an_order_without_a_denoise_section(base):
     assert continued(joint).learning_rate == joint.order.denoiser_rate
 
 
+def test_without_a_denoise_section_the_baseline_learns_as_the_denoiser_does_beside_the_order(base):
+    settings = {"warmup": 2, "final_rate": 0.5, "weight_decay": 0.1, "clip": 3.0, "ema": 0.7, "on_collapse": "restore"}
+    overrides = [f"order.{key}={value}" for key, value in settings.items()]
+    plain = continued(without(recipe(base, *JOINT, "init=runs/earlier", *overrides), denoise=None))
+    assert {key: getattr(plain, key) for key in settings} == settings
+
+
 def test_the_baseline_is_the_denoiser_before_trained_on(base, tmp_path):
     """The saved denoiser, plainly trained as `continued` says, gives the saved baseline bit for bit."""
     joint, task = load_task(base / "joint")

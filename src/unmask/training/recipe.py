@@ -292,10 +292,14 @@ def differences(stored: Recipe, given: Recipe) -> list[tuple[str, Any, Any]]:
 
 
 def continued(recipe: Recipe) -> DenoiseRecipe:
-    """The plain training that a joint order is measured against: as many further updates, each on B * k sequences."""
+    """The plain training that a joint order is measured against: as many further updates, each on B * k sequences.
+
+    How is for `[denoise]` to say; without it, as the denoiser learns beside the order.
+    """
     assert recipe.order is not None
     order = recipe.order
-    settings = recipe.denoise or DenoiseRecipe(1, 1, learning_rate=order.denoiser_rate, warmup=order.warmup)
+    alike = {shared.name: getattr(order, shared.name) for shared in dataclasses.fields(Optimisation)}
+    settings = recipe.denoise or DenoiseRecipe(**alike, learning_rate=order.denoiser_rate)
     return dataclasses.replace(
         settings, updates=order.updates, batch=order.batch * order.trajectories, accumulate=order.accumulate
     )
