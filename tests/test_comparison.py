@@ -22,6 +22,7 @@ from unmask.comparison import (
     crossed_difference,
     curves,
     gains,
+    next_budget,
     paired_difference,
 )
 from unmask.verdicts import Verdicts
@@ -175,6 +176,23 @@ def test_points_too_far_apart_are_not_interpolated():
 )
 def test_what_is_missing_is_said(budgets, mean_steps, expected):
     assert at_equal_steps(mean_steps, [result(budget=budget) for budget in budgets]).missing == expected
+
+
+@pytest.mark.parametrize(
+    ("taken", "budget"),
+    [
+        ({1: 1, 2: 2}, None),  # nothing is missing
+        ({1: 1, 2: 1.7}, 3),  # a little less than its budget
+        ({1: 1, 2: 1.7, 5: 3}, 3),
+        ({1: 1, 4: 1.7, 9: 3}, 5),  # much less
+        ({1: 1, 2: 1.5, 4: 1.7}, None),  # it ends before: with 4 it could have taken more
+        ({2: 2, 3: 3}, None),  # no smaller budget was run
+    ],
+)
+def test_the_budget_that_is_missing(taken, budget):
+    """At 1.75 steps."""
+    curve = [result(budget=budget, steps=[steps] * E) for budget, steps in taken.items()]
+    assert next_budget(1.75, curve) == budget
 
 
 def test_a_rule_a_little_below_its_budget_needs_one_step_more():

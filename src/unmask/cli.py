@@ -736,16 +736,16 @@ def _can_run(rule: Policy, budget: int, sizes: Tensor) -> bool:
 def _one_step_more(
     heuristics: Sequence[tuple[Policy, int]], learned: Sequence[Result], compared: Sequence[Result], sizes: Tensor
 ) -> list[tuple[Policy, int]]:
-    """What else a comparison needs of rules that take a little less than their budget, as iid does."""
-    reached = {(result.record.policy, result.record.budget): result.mean_steps for result in compared}
+    """What else a comparison needs of rules that take fewer steps than their budget."""
+    from unmask.comparison import next_budget
+
     needed: dict[tuple[str, int], tuple[Policy, int]] = {}
-    for result in learned:
-        ceiling = math.ceil(result.mean_steps)
-        for rule, budget in heuristics:
-            more = (rule.name, budget + 1)
-            short = budget == ceiling and reached[rule.name, budget] < result.mean_steps
-            if short and more not in reached and _can_run(rule, budget + 1, sizes):
-                needed[more] = (rule, budget + 1)
+    for rule in {rule.name: rule for rule, _ in heuristics}.values():
+        curve = [result for result in compared if result.record.policy == rule.name]
+        for result in learned:
+            budget = next_budget(result.mean_steps, curve)
+            if budget and _can_run(rule, budget, sizes):
+                needed[rule.name, budget] = (rule, budget)
     return list(needed.values())
 
 

@@ -169,6 +169,19 @@ def _what_is_missing(mean_steps: float, points: Sequence[Result]) -> str:
     return f"evaluate it at {first} and {first + 1} steps, if it can run there"
 
 
+def next_budget(mean_steps: float, curve: Sequence[Result]) -> int | None:
+    """The budget that a comparison of a rule at these steps lacks, where it takes fewer steps than its budgets.
+
+    iid takes a little less than them; a threshold may need a budget of 16 for 5.4 steps.
+    """
+    below = [point for point in curve if point.mean_steps < mean_steps]
+    if not below or at_equal_steps(mean_steps, curve).score is not None:
+        return None
+    budget = _with_most(below).record.budget
+    ends = _ends_before(mean_steps, _with_most(curve))
+    return None if ends or budget < _floor(mean_steps) else budget + 1
+
+
 def compare(evaluated: Sequence[Result]) -> list[Comparison]:
     """Every learned order against every heuristic with which it can be compared."""
     comparisons = []
