@@ -11,7 +11,7 @@ from torch import nn
 from tests.training.small import TINY_RECIPE, FixedTask, json_lines, padded
 from unmask.training.checkpoints import Checkpoint
 from unmask.training.collapse import PATIENCE, CollapseGuard
-from unmask.training.loop import run_stage
+from unmask.training.loop import _judge, run_stage
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import Outcome
 from unmask.training.recipe import Optimisation, load_recipe
@@ -177,6 +177,25 @@ def test_weights_are_the_best_when_they_have_lasted():
     state.restore_best(0.5)
     assert module.weight.item() == PATIENCE
     assert not state.candidate
+
+
+def test_weights_from_the_edge_of_a_fall_never_become_the_best():
+    """The bound falls once they were taken, and rises again before that is called a collapse."""
+    module = nn.Linear(1, 1, bias=False)
+    state = StageState(
+        module, torch.optim.AdamW(module.parameters()), 0.0, CollapseGuard("denoiser", restored_rate=0.5)
+    )
+    taken = []
+    for bounds in ([-1.0] * (2 * PATIENCE), [-2.0] * 20, [-0.5] * (3 * PATIENCE)):
+        for bound in bounds:
+            state.update += 1
+            nn.init.constant_(module.weight, state.update)
+            assert _judge(state, [], {"elbo": bound}) == []
+            taken.append(state.best["weight"].item() if state.best else 0)
+    fell, rose = 2 * PATIENCE, 2 * PATIENCE + 20
+    assert taken[fell] == PATIENCE
+    assert {int(update) for update in taken[fell:]} - {PATIENCE} > set()
+    assert all(update == PATIENCE or update > rose for update in taken[fell:])
 
 
 def test_a_checkpoint_holds_what_may_be_restored():

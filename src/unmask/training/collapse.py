@@ -72,7 +72,12 @@ class CollapseGuard:
     @property
     def at_best(self) -> bool:
         """Never while there is a sign of collapse: that would be restored in vain."""
-        return self.seen >= PATIENCE and self.bound == self.best and not any(self.since.values())
+        return self.seen >= PATIENCE and self.bound == self.best and not self.in_doubt
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether there is a sign of collapse, which may pass."""
+        return any(self.since.values())
 
     def facts(self) -> dict[str, Any]:
         return {"smooth": self.smooth, "best": self.best, "since": self.since, "seen": self.seen}

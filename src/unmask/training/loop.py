@@ -278,6 +278,8 @@ def _judge(state: StageState, wrong: list[str], recorded: dict[str, float]) -> l
     why = guard.watch(recorded)
     if guard.restored_rate and guard.at_best:
         state.keep_best()
+    elif guard.in_doubt:
+        state.candidate = {}  # it may have been taken just as they fell
     if why is None:
         return []
     said = f"THE {guard.what.upper()} HAS COLLAPSED: {why}"
