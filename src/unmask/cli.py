@@ -673,7 +673,7 @@ def _evaluate_run(
     heuristics = _with_equal_steps(heuristics, met, sizes) if met else heuristics
     compared += elsewhere
     compared += evaluated(heuristics) if heuristics else []
-    if further := _one_step_more(heuristics, met, compared, sizes):
+    if further := _budgets_lacking(heuristics, met, compared, sizes):
         compared += evaluated(further)
     records = [result.record for result in compared]
     if not processes.is_main:
@@ -733,7 +733,7 @@ def _can_run(rule: Policy, budget: int, sizes: Tensor) -> bool:
     return True
 
 
-def _one_step_more(
+def _budgets_lacking(
     heuristics: Sequence[tuple[Policy, int]], learned: Sequence[Result], compared: Sequence[Result], sizes: Tensor
 ) -> list[tuple[Policy, int]]:
     """What else a comparison needs of rules that take fewer steps than their budget."""

@@ -162,34 +162,35 @@ def test_the_best_weights_are_restored_at_a_smaller_rate(tmp_path, what):
     assert -0.01 * (PATIENCE + 10) < best < -0.01 * (PATIENCE - 10), "the first weights that proved good"
 
 
-def test_weights_are_the_best_when_they_have_lasted():
+def state_of(weight):
+    """The state of a denoiser that is one number, which may be restored."""
     module = nn.Linear(1, 1, bias=False)
-    state = StageState(
-        module, torch.optim.AdamW(module.parameters()), 0.0, CollapseGuard("denoiser", restored_rate=0.5)
-    )
+    nn.init.constant_(module.weight, weight)
+    optimizer = torch.optim.AdamW(module.parameters())
+    return StageState(module, optimizer, 0.0, CollapseGuard("denoiser", restored_rate=0.5))
+
+
+def test_weights_are_the_best_when_they_have_lasted():
+    state = state_of(0.0)
     for state.update in range(2 * PATIENCE + 1):
-        with torch.no_grad():
-            module.weight.fill_(state.update)
-        state.keep_best()
+        nn.init.constant_(state.parameters["weight"], state.update)
+        state.keep_candidate()
         assert (state.best["weight"].item() if state.best else None) == {0: None, 1: 0, 2: PATIENCE}[
             state.update // PATIENCE
         ]
     state.restore_best(0.5)
-    assert module.weight.item() == PATIENCE
+    assert state.parameters["weight"].item() == PATIENCE
     assert not state.candidate
 
 
 def test_weights_from_the_edge_of_a_fall_never_become_the_best():
     """The bound falls once they were taken, and rises again before that is called a collapse."""
-    module = nn.Linear(1, 1, bias=False)
-    state = StageState(
-        module, torch.optim.AdamW(module.parameters()), 0.0, CollapseGuard("denoiser", restored_rate=0.5)
-    )
+    state = state_of(0.0)
     taken = []
     for bounds in ([-1.0] * (2 * PATIENCE), [-2.0] * 20, [-0.5] * (3 * PATIENCE)):
         for bound in bounds:
             state.update += 1
-            nn.init.constant_(module.weight, state.update)
+            nn.init.constant_(state.parameters["weight"], state.update)
             assert _judge(state, [], {"elbo": bound}) == []
             taken.append(state.best["weight"].item() if state.best else 0)
     fell, rose = 2 * PATIENCE, 2 * PATIENCE + 20
@@ -199,21 +200,15 @@ def test_weights_from_the_edge_of_a_fall_never_become_the_best():
 
 
 def test_a_checkpoint_holds_what_may_be_restored():
-    def state_of(weight):
-        module = nn.Linear(1, 1, bias=False)
-        nn.init.constant_(module.weight, weight)
-        optimizer = torch.optim.AdamW(module.parameters())
-        return StageState(module, optimizer, 0.0, CollapseGuard("denoiser", restored_rate=0.5))
-
     saved, loaded = state_of(1.0), state_of(2.0)
     saved.best, saved.candidate = ({"weight": torch.full((1, 1), value)} for value in (3.0, 4.0))
-    saved.update, saved.candidate_since, saved.restored_at, saved.rate_scale = 70, 60, 40, 0.5
+    saved.update, saved.candidate_at, saved.restored_at, saved.rate_scale = 70, 60, 40, 0.5
     loaded.load(Checkpoint(Path("here"), saved.tensors(), {"update": 70, **saved.facts()}))
     assert (loaded.best, loaded.candidate) == (saved.best, saved.candidate)
     assert loaded.rate_factor == saved.rate_factor == 0.5 * 31 / PATIENCE
     for state in (saved, loaded):
         state.update = 110
-        state.keep_best()
+        state.keep_candidate()
         assert state.best["weight"].item() == 4.0
 
 

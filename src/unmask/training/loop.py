@@ -277,7 +277,7 @@ def _judge(state: StageState, wrong: list[str], recorded: dict[str, float]) -> l
         return []
     why = guard.watch(recorded)
     if guard.restored_rate and guard.at_best:
-        state.keep_best()
+        state.keep_candidate()
     elif guard.in_doubt:
         state.candidate = {}  # it may have been taken just as they fell
     if why is None:

@@ -58,7 +58,7 @@ class StageState:
         # Where the guard may restore weights: those that have proved good, and later ones that have yet to.
         self.best: dict[str, Tensor] = {}
         self.candidate: dict[str, Tensor] = {}
-        self.candidate_since = 0  # the update that they are from
+        self.candidate_at = 0  # the update that they are from
         self.update = 0  # updates done: the position in the data and in every random stream
         self.skipped = 0  # of these, how many were skipped because a number was not finite
         self.in_a_row = 0  # skipped ones without a good one since
@@ -66,17 +66,17 @@ class StageState:
         self.restored_at: int | None = None  # the update after which that was, the last time
         self.seconds = 0.0  # spent on the stage so far, over all its processes' lives
 
-    def keep_best(self) -> None:
+    def keep_candidate(self) -> None:
         """The weights do well.  They become the best when they still do so `PATIENCE` updates later.
 
         A bound is that of the weights before its update, and on a GPU it is read an update late: when it says that all
         is well, the weights may have been lost in between.
         """
         if self.candidate:
-            if self.update - self.candidate_since < PATIENCE:
+            if self.update - self.candidate_at < PATIENCE:
                 return
             self.best = self.candidate
-        self.candidate, self.candidate_since = copied(self.parameters), self.update
+        self.candidate, self.candidate_at = copied(self.parameters), self.update
 
     def restore_best(self, rate_scale: float) -> None:
         """The weights at their best, without momentum, to go on at a smaller learning rate, which rises to its size."""
@@ -107,7 +107,7 @@ class StageState:
             "in_a_row": self.in_a_row,
             "rate_scale": self.rate_scale,
             "restored_at": self.restored_at,
-            "candidate_since": self.candidate_since,
+            "candidate_at": self.candidate_at,
             "seconds": self.seconds,
             "guard": self.guard.facts() if self.guard is not None else None,
         }
@@ -122,7 +122,7 @@ class StageState:
             facts = checkpoint.facts
             self.update, self.skipped, self.in_a_row = facts["update"], facts["skipped"], facts["in_a_row"]
             self.rate_scale, self.seconds = float(facts["rate_scale"]), float(facts["seconds"])
-            self.restored_at, self.candidate_since = facts.get("restored_at"), facts.get("candidate_since", 0)
+            self.restored_at, self.candidate_at = facts.get("restored_at"), facts.get("candidate_at", 0)
             if self.guard is not None and facts["guard"] is not None:
                 self.guard.load(facts["guard"])
             copy_into(self.parameters, parts.get("weights", {}))
