@@ -458,4 +458,4 @@ def test_a_recipe_written_out_is_the_same_recipe(tmp_path, name):
     path = tmp_path / "written.toml"
     path.write_text(recipe.to_toml())
     assert load_recipe(path) == recipe
-    assert "every_seconds = 60.0" in recipe.to_toml(), "what the file leaves out is there too"
+    assert "every_updates = 0" in recipe.to_toml(), "what the file leaves out is there too"
