@@ -97,6 +97,7 @@ def test_a_recipe_for_a_gpu_runs_on_the_cpu_and_warns(base, call, tmp_path):
         code, _, err = call("train", base / "tiny.toml", "--out", tmp_path / option, "--cpu", "--set", option)
         assert code == 0, err
         assert err.splitlines()[0].startswith("unmask: this recipe is meant for a GPU; on this CPU it would take about")
+        assert "bfloat16" not in err or option == "precision=bf16"
     AcceleratorState._reset_state(reset_partial_state=True)
     assert "GPU" not in call("train", base / "tiny.toml", "--out", tmp_path / "plain", "--cpu")[2]
 
@@ -121,6 +122,22 @@ def test_a_full_gpu(base, refused, tmp_path, monkeypatch, stage, options, expect
     message = refused("train", base / "tiny.toml", "--out", tmp_path / "run", *sets)
     assert expected in message
     assert ("goes on from its last checkpoint" in message) == ("one sequence at a time" not in expected)
+
+
+def test_a_gpu_recipe_on_a_cpu_without_bf16(base, call, tmp_path, monkeypatch):
+    """It computes in float32 instead, as fast as this CPU can, and says so."""
+    weights = []
+    for option, precision in (("precision=bf16", "no"), ("precision=no", "no"), ("precision=bf16", "bf16")):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        monkeypatch.setattr("unmask.training.run.precision_on", lambda device, wanted, found=precision: found)
+        out = tmp_path / str(len(weights))
+        code, _, err = call("train", base / "tiny.toml", "--out", out, "--cpu", "--set", option)
+        assert code == 0, err
+        assert ("in float32, since bfloat16 is slower here" in err) == (precision not in option)
+        assert json.loads((out / "recipe.json").read_text())["precision"] in option
+        weights.append((out / "model.safetensors").read_bytes())
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert weights[0] == weights[1] != weights[2]
 
 
 def test_a_full_gpu_in_evaluation(refused, run, monkeypatch):
@@ -760,11 +777,16 @@ def test_a_split_that_a_task_does_not_have(refused, run):
     assert contents(run) == before
 
 
-def test_half_precision_is_another_evaluation(call, run):
-    assert call("evaluate", run, "--bf16", "--policy", "top-prob", "--steps", "2")[0] == 0
-    record = json_lines(run / "results.jsonl")[-1]
-    assert (record["precision"], record["policy"], record["budget"]) == ("bf16", "top-prob", 2)
-    assert len(read_records(run / "results.jsonl")) == 8
+def test_half_precision_is_another_evaluation(call, run, monkeypatch):
+    """Where it is worth it."""
+    words = ["evaluate", run, "--bf16", "--policy", "top-prob", "--steps", "2"]
+    for precision, told in (("bf16", False), ("no", True)):
+        monkeypatch.setattr("unmask.machine.precision_on", lambda device, wanted, found=precision: found)
+        code, _, err = call(*words, "--again")
+        assert code == 0, err
+        assert ("without --bf16: bfloat16 is slower than float32 on this CPU" in err) == told
+        record = json_lines(run / "results.jsonl")[-1]
+        assert (record["precision"], record["policy"], record["budget"]) == (precision, "top-prob", 2)
 
 
 def test_a_label_is_what_records_call_the_model(base, call, tmp_path):

@@ -396,6 +396,9 @@ def test_on_the_command_line(study, tmp_path, call, refused):  # noqa: F811
     assert len(commands) == 22
     assert all(command[0] == "unmask" for command in commands)
     assert [command for command in commands if BEST_OTHER in command] == commands[19:], "on test, all but the orders"
+    for stage, jobs in (("frozen-seed1", 1), ("frozen", 2)):
+        needs = refused(*words, *sets, "--stage", stage, "--jobs", jobs)
+        assert f"needs {tmp_path / 'runs' / 'denoiser'}: add --stage denoiser" in needs
     code, text, err = call(*commands[0][1:])
     assert code == 0, err
     code, text, err = call(*words, *sets, "--stage", "denoiser")

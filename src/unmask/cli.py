@@ -198,8 +198,8 @@ def _smaller_batches(recipe: Recipe, out: Path) -> str:
         return "out of GPU memory with one sequence at a time: use a smaller model, or a larger GPU"
     return (
         f"out of GPU memory with micro-batches of {how.batch // how.accumulate} sequences: run the same command with "
-        f"--set {name}.accumulate={smaller[0]} --allow-change, which makes them {how.batch // smaller[0]}; the run "
-        "goes on from its last checkpoint"
+        f"--set {name}.accumulate={smaller[0]}, which makes them {how.batch // smaller[0]} (`unmask reproduce`: --set "
+        f"NAME:{name}.accumulate={smaller[0]}); the run goes on from its last checkpoint"
     )
 
 
@@ -595,6 +595,7 @@ def _evaluate_run(
     from unmask.evaluation import evaluate as evaluate_policy
     from unmask.evaluation import policy_named, response_sizes
     from unmask.jsonl import append_jsonl
+    from unmask.machine import precision_on
     from unmask.models.order_model import weights_hash
     from unmask.processes import Processes
     from unmask.report import read_orders, read_records, table
@@ -626,13 +627,16 @@ def _evaluate_run(
             typer.echo(f"unmask: {rule.name} cannot run at {', '.join(left_out)} steps: left out", err=True)
         (learned if is_learned else heuristics).extend((rule, budget) for budget in fitting)
     sampling = recipe.seed if seed is None else seed
+    precision = precision_on(processes.device.type, "bf16" if bf16 else "no")
+    if bf16 and precision == "no" and processes.is_main:
+        typer.echo("unmask: without --bf16: bfloat16 is slower than float32 on this CPU", err=True)
     way: dict[str, Any] = {
         **{name: getattr(choice, name) for name in ("temperature", "top_p", "top_k", "guidance", "eos_policy")},
         "task": task.name,
         "split": held_out_split(task),
         "num_examples": number,
         "seed": sampling,
-        "precision": "bf16" if bf16 else "no",
+        "precision": precision,
     }
     elsewhere = [result for other in against for result in _learned_in(other, way, weights_hash(plain.denoiser))]
     results, orders = run / "results.jsonl", run / "orders.jsonl"

@@ -352,6 +352,7 @@ class Reproduction:
         self.shown = {
             stage.name: f"[{place}/{len(stages)}] {stage.name}" for place, stage in enumerate(stages, start=1)
         }
+        self._check_needs(stages)
         try:
             if self.jobs > 1:
                 self._at_once([stage for stage in stages if BEST_OTHER not in stage.command])
@@ -363,6 +364,14 @@ class Reproduction:
                     self._do(stage)
         finally:
             self.collect()
+
+    def _check_needs(self, stages: Sequence[Stage]) -> None:
+        """Before anything is done: a run that a stage needs is there, or among the stages."""
+        planned = {stage.name for stage in stages}
+        for stage in stages:
+            for run in sorted(self._needs(stage) & self.recipes.keys() - planned):
+                if not self._is_trained(run) and not self._is_trained(stage.name):
+                    raise ValueError(f"{stage.name} needs {self.out / run}: add --stage {run}")
 
     def _left(self, planned: Stage) -> Stage | None:
         """The stage with what is known by now, unless it is done."""
@@ -441,9 +450,6 @@ class Reproduction:
 
         from unmask.process_settings import process_settings
 
-        for run in stage.runs:
-            if not self._is_trained(run):
-                raise ValueError(f"{stage.name} needs {self.out / run}: run its stage first")
         started, clock, finished = time.time(), time.perf_counter(), False
         try:
             with process_settings():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import operator
 import re
 import shutil
@@ -779,7 +780,7 @@ def test_bad_options_are_one_line(options, parts):
     assert all(part in str(error.value) for part in parts), error.value
 
 
-def test_folders_and_the_hub(tmp_path, monkeypatch):
+def test_folders_and_the_hub(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"^no folder 'nowhere': give one with train.jsonl and test.jsonl[^\n]*$"):
         GSM8K("nowhere").examples(torch.arange(1), "train")
@@ -790,6 +791,7 @@ def test_folders_and_the_hub(tmp_path, monkeypatch):
     class Hub:
         def load_dataset(self, name, config, split):
             if split == "test":
+                logging.getLogger("huggingface_hub.utils._http").warning("retrying in 1 s")
                 raise ConnectionError("no route\nto the hub")
             return [{"question": "What is 2 and 3?", "answer": "<<2+3=5>>5\n#### 5"}]
 
@@ -800,6 +802,7 @@ def test_folders_and_the_hub(tmp_path, monkeypatch):
         ValueError, match=r"^openai/gsm8k cannot be loaded \(no route to the hub\): pass a folder[^\n]*$"
     ):
         read_problems("openai/gsm8k", "test")
+    assert caplog.text == "", "one line is enough"
 
 
 def test_making_the_tokens_is_told(folder, tmp_path, capsys):

@@ -8,6 +8,7 @@ import signal
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.training.killed import MOMENTS, run_killed
 from tests.training.small import TINY_RECIPE, contents, json_lines
@@ -369,6 +370,15 @@ def test_a_change_that_does_not_matter(base, tmp_path, monkeypatch, override):
     assert json.loads((run / "recipe.json").read_text()) == json.loads(recipe(base, override).to_json())
 
 
+def test_smaller_micro_batches_may_go_on(base, tmp_path, monkeypatch):
+    """What to do when the memory is full must not need a second permission."""
+    run = interrupted(base, tmp_path / "run", monkeypatch)
+    train(recipe(base, "denoise.accumulate=2", "order.accumulate=2"), run, cpu=True)
+    ours, theirs = (load_file(where / "model.safetensors") for where in (run, base / "alone"))
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-3
+    assert not (run / "changes.log").exists()
+
+
 def test_a_checkpoint_of_another_shape_is_refused_in_one_line(base, tmp_path, monkeypatch):
     run = interrupted(base, tmp_path / "run", monkeypatch, 7)
     with pytest.raises(CheckpointError) as caught:
@@ -380,10 +390,11 @@ def test_a_checkpoint_of_another_shape_is_refused_in_one_line(base, tmp_path, mo
 # --- one process, two precisions --------------------------------------------------------------------------------------
 
 
-def test_two_precisions_in_one_process(base, tmp_path):
+def test_two_precisions_in_one_process(base, tmp_path, monkeypatch):
     """Accelerate knows one precision a process; a training leaves it as it found it."""
     from accelerate import Accelerator
 
+    monkeypatch.setattr("unmask.training.run.precision_on", lambda device, wanted: wanted)
     mine = Accelerator(cpu=True)
     plain = train(recipe(base, "precision=no"), tmp_path / "plain", cpu=True)
     half = train(recipe(base, "precision=bf16"), tmp_path / "half", cpu=True)

@@ -321,8 +321,9 @@ def fresh_accelerate():
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_bf16_autocast(base, tmp_path):
+def test_bf16_autocast(base, tmp_path, monkeypatch):
     """The weights stay float32, and the run differs from the full-precision one."""
+    monkeypatch.setattr("unmask.training.run.precision_on", lambda device, wanted: wanted)
     model = train(recipe(base, "precision=bf16", "order.ema=0.5", *JOINT), tmp_path / "run", cpu=True)
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
     assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
@@ -404,7 +405,8 @@ def test_init_of_another_shape(base, tmp_path):
     assert "has width 16, but the recipe's [model] says 32" in one_line(caught)
 
 
-def test_init_from_nowhere(base, tmp_path):
+def test_init_from_nowhere(base, tmp_path, monkeypatch):
+    monkeypatch.setattr("unmask.training.run.make_task", None)  # nobody waits for the task first
     with pytest.raises(ModelFolderError) as caught:
         train(recipe(base, "init=nowhere"), tmp_path / "run", cpu=True)
     assert "no such folder" in one_line(caught)

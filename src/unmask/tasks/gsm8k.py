@@ -300,7 +300,8 @@ def _make(folder: Path, hashed: str, task: GSM8K) -> None:
 
 def _watched(items: Sequence[Any], what: str) -> Iterable[Any]:
     """The items, with a bar on a terminal that says how much time is left."""
-    return track(items, f"{what:<15}", console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    return track(items, f"{what:<15}", console=console, transient=True, disable=not console.is_terminal)
 
 
 def _read(folder: Path, hashed: str) -> Tokens | None:

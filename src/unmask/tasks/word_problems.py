@@ -9,6 +9,7 @@ A problem is a question, a solution with calculator annotations `<<48/2=24>>`, a
 from __future__ import annotations
 
 import json
+import logging
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -178,15 +179,20 @@ def _checked(question: str, solution: str, where: str) -> Problem:
 
 
 def _from_hub(split: str) -> list[Problem]:
-    instead = "pass a folder with train.jsonl and test.jsonl instead (task.folder)"
+    instead = "pass a folder with train.jsonl and test.jsonl instead (--set task.folder=FOLDER)"
     try:
         import datasets
     except ImportError:
         raise ValueError(f"{HUB} needs the package datasets: pip install 'unmask[datasets]', or {instead}") from None
+    attempts = logging.getLogger("huggingface_hub")  # which tells of every one of them
+    level = attempts.level
+    attempts.setLevel(logging.ERROR)
     try:
         rows = datasets.load_dataset(HUB, "main", split=split)
     except Exception as error:  # whatever the network, the hub or the cache says
         raise ValueError(f"{HUB} cannot be loaded ({_shown(str(error))}): {instead}") from None
+    finally:
+        attempts.setLevel(level)
     return [
         _checked(row["question"], row["answer"], f"{HUB}, {split}, row {number}")
         for number, row in enumerate(rows, start=1)

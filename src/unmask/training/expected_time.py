@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-import time
 
 import torch
 
+from unmask.machine import matrix_speed
 from unmask.models.order_model import OrderModel
 from unmask.tasks.task import Task
 from unmask.training.recipe import Recipe
 
 
-def warn_of_time(recipe: Recipe, model: OrderModel, task: Task, device: torch.device) -> None:
-    """One line on stderr where a recipe that asks for bf16 or compilation starts on a CPU.
+def warn_of_time(recipe: Recipe, model: OrderModel, task: Task, device: torch.device, precision: str) -> None:
+    """One line on stderr where a recipe that asks for bf16 or compilation starts on a CPU, in this precision.
 
     6 operations a parameter and token, as many tokens as a full canvas has, at the speed of one matrix product here.
     The truth may be several times as much; it says whether to wait for minutes or for months.
@@ -26,23 +26,14 @@ def warn_of_time(recipe: Recipe, model: OrderModel, task: Task, device: torch.de
         own_baseline = recipe.order.denoiser_rate > 0 and not recipe.order.continued  # which learns as much
         sequences += 2 * further if own_baseline else further
     parameters = sum(parameter.numel() for parameter in model.denoiser.parameters())
-    seconds = 6.0 * parameters * task.length * sequences / matrix_speed()
+    speed = matrix_speed(torch.bfloat16 if precision == "bf16" else torch.float32)
+    seconds = 6.0 * parameters * task.length * sequences / speed
+    instead = ", in float32, since bfloat16 is slower here" if precision != recipe.precision else ""
     print(
         f"unmask: this recipe is meant for a GPU; on this CPU it would take {in_words(seconds)} or more "
-        f"({sequences:,} sequences of {task.length} tokens, {parameters / 1e6:.0f}M parameters)",
+        f"({sequences:,} sequences of {task.length} tokens, {parameters / 1e6:.0f}M parameters{instead})",
         file=sys.stderr,
     )
-
-
-def matrix_speed(size: int = 768) -> float:
-    """Operations a second of a product of two square matrices in float32: the best of three."""
-    matrix = torch.ones(size, size)
-    best = float("inf")
-    for _ in range(3):
-        started = time.perf_counter()
-        matrix @ matrix
-        best = min(best, time.perf_counter() - started)
-    return 2.0 * size**3 / best
 
 
 def in_words(seconds: float) -> str:

@@ -281,13 +281,13 @@ def _resolved_task(name: str, **options: Any) -> dict[str, Any]:
 
 
 # What may differ between the recipe of a run and the one that continues it: nothing here changes what is learned.
-FREE = ("evaluate", "saving", "threads", "compile", "trackers")
+FREE = {"evaluate", "saving", "threads", "compile", "trackers", "accumulate", "max_bad"}
 
 
 def differences(stored: Recipe, given: Recipe) -> list[tuple[str, Any, Any]]:
     """Every value that matters and differs: its key, as --set takes it, and both values."""
     old, new = flat(dataclasses.asdict(stored)), flat(dataclasses.asdict(given))
-    matter = [key for key in {**old, **new} if key.partition(".")[0] not in FREE]
+    matter = [key for key in {**old, **new} if FREE.isdisjoint(key.split("."))]
     return [(key, old.get(key), new.get(key)) for key in matter if old.get(key) != new.get(key)]
 
 
@@ -312,8 +312,7 @@ def not_continued(plain: Recipe, joint: Recipe) -> list[tuple[str, Any, Any]]:
     """
     own = {name: getattr(plain, name) for name in ("seed", "init", "model")}
     wanted = dataclasses.replace(joint, order=None, denoise=continued(joint), **own)
-    unlike = ("denoise.accumulate", "denoise.max_bad")  # nothing that is learned depends on them
-    return [(key, has, needed) for key, has, needed in differences(plain, wanted) if key not in unlike]
+    return differences(plain, wanted)
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

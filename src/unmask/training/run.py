@@ -20,6 +20,7 @@ from accelerate.utils import (
 )
 from tokenizers import Tokenizer
 
+from unmask.machine import precision_on
 from unmask.models.adaptation import adapt_causal
 from unmask.models.backbone import SIZES, BackboneConfig
 from unmask.models.networks import SelectorConfig
@@ -78,10 +79,13 @@ def train(
     Raises Stopped when SIGTERM came and the run was saved.
     """
     _check_trackers(recipe)
+    if recipe.init and not Path(recipe.init).exists():  # said before the task is built, which may take minutes
+        raise ModelFolderError(f"{recipe.init}: no such folder; give the run folder of a finished `unmask train`")
     task = _task(recipe)
     with ExitStack() as stack:
-        stack.enter_context(process_settings(threads=recipe.threads, bf16=recipe.precision == "bf16"))
-        accelerator = stack.enter_context(_accelerator(recipe, out, cpu))
+        precision = precision_on("cpu" if cpu or not torch.accelerator.is_available() else "gpu", recipe.precision)
+        stack.enter_context(process_settings(threads=recipe.threads, bf16=precision == "bf16"))
+        accelerator = stack.enter_context(_accelerator(recipe, precision, out, cpu))
         _check_teacher(recipe, accelerator.distributed_type)
         model = _new_model(recipe, task)
         plain = _continued_elsewhere(recipe, model)
@@ -119,7 +123,7 @@ class _Training:
         recipe, out = self.recipe, self.out
         model.to(self.accelerator.device)
         if self.accelerator.is_main_process:
-            warn_of_time(recipe, model, self.task, self.accelerator.device)
+            warn_of_time(recipe, model, self.task, self.accelerator.device, self.accelerator.mixed_precision)
         before = self._before(model)
         if recipe.order is not None and before is not None:
             joint = recipe.order.denoiser_rate > 0
@@ -242,8 +246,8 @@ class _Training:
 
 
 @contextmanager
-def _accelerator(recipe: Recipe, out: Path, cpu: bool) -> Iterator[Accelerator]:
-    """An Accelerator with the recipe's precision.
+def _accelerator(recipe: Recipe, precision: str, out: Path, cpu: bool) -> Iterator[Accelerator]:
+    """An Accelerator of this precision.
 
     Accelerate keeps one precision a process; ours is put in its place for the time of the training.
     """
@@ -252,7 +256,7 @@ def _accelerator(recipe: Recipe, out: Path, cpu: bool) -> Iterator[Accelerator]:
     shared.clear()
     try:
         accelerator = Accelerator(
-            mixed_precision=recipe.precision, cpu=cpu, log_with=list(recipe.trackers) or None, project_dir=out
+            mixed_precision=precision, cpu=cpu, log_with=list(recipe.trackers) or None, project_dir=out
         )
         if accelerator.distributed_type == DistributedType.MULTI_CPU and parse_flag_from_env("ACCELERATE_USE_FSDP"):
             # Accelerate knows FSDP on accelerators only and would fall back to DDP without a word; gloo can do it.

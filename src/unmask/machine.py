@@ -1,0 +1,31 @@
+"""What this machine is good at, measured."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+
+import torch
+
+from unmask.process_settings import process_settings
+
+
+def matrix_speed(dtype: torch.dtype = torch.float32, size: int = 768) -> float:
+    """Operations a second of a product of two square matrices on the CPU: the best of three."""
+    matrix = torch.ones(size, size, dtype=dtype, device="cpu")
+    best = float("inf")
+    for _ in range(3):
+        started = time.perf_counter()
+        matrix @ matrix
+        best = min(best, time.perf_counter() - started)
+    return 2.0 * size**3 / best
+
+
+@cache
+def precision_on(device: str, wanted: str) -> str:
+    """`wanted`, "bf16" or "no"; but "no" on a CPU that bfloat16 slows down, hundredfold where its hardware lacks it."""
+    if device != "cpu" or wanted != "bf16":
+        return wanted
+    with process_settings(bf16=True):
+        rounded = matrix_speed(torch.bfloat16, size=128)
+    return "bf16" if 2 * rounded > matrix_speed(size=128) else "no"

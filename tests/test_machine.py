@@ -1,0 +1,39 @@
+"""bfloat16 is computed in where it is worth it, and what is measured for that leaves the process as it was."""
+
+import pytest
+import torch
+
+from unmask import machine
+from unmask.machine import matrix_speed, precision_on
+
+
+@pytest.fixture
+def speed(monkeypatch):
+    """Set how fast this CPU is in bfloat16, float32 being 1."""
+
+    def set_to(of_bf16):
+        precision_on.cache_clear()
+        monkeypatch.setattr(
+            machine, "matrix_speed", lambda dtype=torch.float32, size=768: 1 + (of_bf16 - 1) * (dtype == torch.bfloat16)
+        )
+
+    yield set_to
+    precision_on.cache_clear()
+
+
+def test_a_cpu_that_bf16_slows_down_computes_in_float32(speed):
+    speed(0.01)
+    assert precision_on("cpu", "bf16") == "no"
+    assert precision_on("cpu", "no") == "no"
+    assert precision_on("cuda", "bf16") == "bf16"
+    speed(2.0)
+    assert precision_on("cpu", "bf16") == "bf16"
+    assert precision_on("cpu", "no") == "no"
+
+
+def test_the_measurement_changes_nothing():
+    precision_on.cache_clear()
+    before = torch.get_num_threads(), torch.backends.mkldnn.enabled
+    assert precision_on("cpu", "bf16") in ("bf16", "no")
+    assert (torch.get_num_threads(), torch.backends.mkldnn.enabled) == before
+    assert matrix_speed(size=64) > 0
