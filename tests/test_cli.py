@@ -721,7 +721,7 @@ def test_token_choices_reach_the_record_and_the_caption(call, run, monkeypatch):
 def test_more_examples_than_a_task_has(refused, run, monkeypatch):
     monkeypatch.setattr(Groups, "test_examples", 30, raising=False)
     before = contents(run)
-    assert "task groups has 30 test examples: ask for at most as many, not for 31" in refused(
+    assert "task groups has 30 test examples: ask for at most as many (--examples), not for 31" in refused(
         "evaluate", run, "--examples", "31"
     )
     assert "has 30 test examples" in refused("evaluate", run, "--bound", "--examples", "31")

@@ -183,7 +183,8 @@ def _check_examples(task: Task, examples: int) -> None:
     limit = getattr(task, "test_examples", None)
     if limit is not None and examples > limit:
         raise ValueError(
-            f"task {task.name} has {limit} {held_out_split(task)} examples: ask for at most as many, not for {examples}"
+            f"task {task.name} has {limit} {held_out_split(task)} examples: ask for at most as many (--examples), "
+            f"not for {examples}"
         )
 
 

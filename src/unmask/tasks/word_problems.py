@@ -183,7 +183,7 @@ def _from_hub(split: str) -> list[Problem]:
     try:
         import datasets
     except ImportError:
-        raise ValueError(f"{HUB} needs the package datasets: pip install 'unmask[datasets]', or {instead}") from None
+        raise ValueError(f"{HUB} needs the package datasets: pip install datasets, or {instead}") from None
     attempts = logging.getLogger("huggingface_hub")  # which tells of every one of them
     level = attempts.level
     attempts.setLevel(logging.ERROR)
