@@ -407,9 +407,9 @@ def test_init_of_another_shape(base, tmp_path):
 
 def test_init_from_nowhere(base, tmp_path, monkeypatch):
     monkeypatch.setattr("unmask.training.run.make_task", None)  # nobody waits for the task first
-    with pytest.raises(ModelFolderError) as caught:
+    with pytest.raises(RecipeError) as caught:
         train(recipe(base, "init=nowhere"), tmp_path / "run", cpu=True)
-    assert "no such folder" in one_line(caught)
+    assert "init = 'nowhere': no such folder or file" in one_line(caught)
     assert not (tmp_path / "run").exists()
 
 

@@ -80,7 +80,8 @@ def train(
     """
     _check_trackers(recipe)
     if recipe.init and not Path(recipe.init).exists():  # said before the task is built, which may take minutes
-        raise ModelFolderError(f"{recipe.init}: no such folder; give the run folder of a finished `unmask train`")
+        start = "give the run folder of a finished `unmask train`, or an SMDM .safetensors file"
+        raise RecipeError(f"init = {recipe.init!r}: no such folder or file; {start}")
     task = _task(recipe)
     with ExitStack() as stack:
         precision = precision_on("cpu" if cpu or not torch.accelerator.is_available() else "gpu", recipe.precision)
