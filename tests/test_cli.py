@@ -172,7 +172,7 @@ WRONG_TRAINING = {
     "tau < 0": (["--set", "order.tau=-0.5"], "tau must be above 0"),
     "k < 2": (["--set", "order.trajectories=1"], "trajectories (k) must be at least 2 with leave-one-out"),
     "too long": (["--set", "model.max_length=3"], "longer than the model's context of 3: raise model.max_length"),
-    "no init": (["--set", "init=nowhere"], "nowhere: no such folder"),
+    "no init": (["--set", "init=nowhere"], "init = 'nowhere': no such folder or file"),
     "not key=value": (["--set", "order.budget"], "key=value"),
     "nothing learned": (["--set", "order.selector_rate=0", "--set", "order.scorer_rate=0"], "all 0"),
     "a seed of 80 bits": (["--set", f"seed={2**80}"], "seed must fit in 64 bits"),
