@@ -294,6 +294,15 @@ def test_what_is_done_is_not_done_again(study):
     assert contents(study / "runs") == before
 
 
+def test_a_finished_order_no_longer_needs_its_start(study, tmp_path):
+    out, ran = tmp_path / "runs", []
+    shutil.copytree(study / "runs" / "frozen-seed1", out / "frozen-seed1")
+    recipe = out / "frozen-seed1" / "recipe.json"
+    recipe.write_text(recipe.read_text().replace(str(study / "runs"), str(out)))
+    reproduction(study, out, ran).run(["frozen-seed1"])
+    assert ran == []
+
+
 def test_it_goes_on_where_it_stopped(study, tmp_path):
     """A run that was interrupted is trained again, a finished one is not; the attempt is noted."""
     out, ran = tmp_path / "runs", []
