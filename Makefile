@@ -2,23 +2,28 @@
 .PHONY: help demo test setup clean
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check
 READY := .venv/.ready
+READY_DEV := .venv/.ready-dev
 
 help:
 	@echo "make demo   learn a generation order on a small puzzle and compare it (a minute or two on a laptop)"
 	@echo "make test   lint, types and the whole test suite"
 
-# The virtual environment with every dependency pinned; made once, remade only when the pins or the package change.
-setup: $(READY)
+# The virtual environment, its dependencies pinned; remade only when the pins or the package change.
+setup: $(READY_DEV)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(INSTALL) -e .
+	touch $@
+$(READY_DEV): $(READY)
+	$(INSTALL) -e ".[dev]"
 	touch $@
 
 demo: $(READY)
 	$(BIN)/unmask demo --force
 
-test: $(READY)
+test: $(READY_DEV)
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy

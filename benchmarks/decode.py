@@ -2,6 +2,7 @@
 
     python benchmarks/decode.py cpu                    a table (under four minutes on two slow cores)
     python benchmarks/decode.py h200-85m h200-one h200-wide --json    one JSON object a line
+    python benchmarks/decode.py h200-one --peer LLaDA/generate.py     against LLaDA's own sampler
     python benchmarks/decode.py table                  docs/benchmarks.md from the records in results/decode/
 
 Both run in this one process on the same weights, dtype, attention, prompts and seeds, by turns; figures are medians.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import statistics
 import time
@@ -21,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +42,8 @@ RECORDS, PAGE = ROOT / "results" / "decode", ROOT / "docs" / "benchmarks.md"
 SEED = 0
 RULES = ("top-prob", "iid", "learned")
 # In `graphs`, only if asked for, the plain loop's model runs with torch.compile's own CUDA graphs ("reduce-overhead").
-MODES = ["eager", "compiled", "graphs"]
+COMPILE = {"compiled": None, "graphs": "reduce-overhead"}
+MODES = ["eager", *COMPILE]
 
 
 @dataclass(frozen=True)
@@ -171,8 +175,36 @@ def reference(
 
     run: Callable[[Tensor], tuple[Tensor, Tensor]] = forward
     if mode != "eager":
-        run = torch.compile(forward, dynamic=False, mode="reduce-overhead" if mode == "graphs" else None)
+        run = torch.compile(forward, dynamic=False, mode=COMPILE[mode])
     return partial(plain_loop, run, prompts, policy, steps, denoiser.mask_token_id, draws_of(prompts, steps))
+
+
+def peer_loop(path: Path, denoiser: Denoiser, case: Case, prompts: Tensor, mode: str) -> Callable[[], Tensor]:
+    """LLaDA's own sampler on this model: the function `generate` of its generate.py, with its defaults."""
+    spec = importlib.util.spec_from_file_location("peer", path)
+    assert spec is not None
+    assert spec.loader is not None
+    peer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(peer)
+
+    def logits(x: Tensor) -> Tensor:
+        return denoiser.logits(denoiser.hidden(x))
+
+    project = logits if mode == "eager" else torch.compile(logits, dynamic=False, mode=COMPILE[mode])
+
+    class Model:
+        device = prompts.device
+
+        def __call__(self, x: Tensor, attention_mask: None = None) -> Any:
+            return SimpleNamespace(logits=project(x))
+
+    return partial(
+        *(peer.generate, Model(), prompts[:, : case.prompt]),
+        steps=case.steps,
+        gen_length=case.response,
+        block_length=case.response,
+        mask_id=denoiser.mask_token_id,
+    )
 
 
 # --- the same tokens? -------------------------------------------------------------------------------------------------
@@ -305,8 +337,8 @@ def graphed(run: Callable[[], Any], device: str) -> Callable[[], Any]:
     return graph.replay
 
 
-def measure(name: str, modes: list[str], only: list[str]) -> Iterator[dict[str, Any]]:
-    """The rows of one case, each as soon as it is known."""
+def measure(name: str, modes: list[str], only: list[str], peer: Path | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of one case, each as soon as it is known; against the plain loop, or against a peer's own."""
     case = CASES[name]
     denoiser, selector, prompts = build(case)
     with torch.no_grad():
@@ -327,7 +359,10 @@ def measure(name: str, modes: list[str], only: list[str]) -> Iterator[dict[str, 
                 continue
             engine = Engine(denoiser, policy, case.steps, compile=compiled)
             ours = partial(engine.generate, prompts, seed=SEED)
-            theirs = reference(denoiser, policy, case.steps, prompts, mode)
+            if peer is None:
+                theirs = reference(denoiser, policy, case.steps, prompts, mode)
+            else:
+                theirs = peer_loop(peer, denoiser, case, prompts, mode)
             memory = plain_memory = None
             if compiled or case.device == "cuda":  # the first call compiles; and a CUDA graph takes its memory then
                 memory, plain_memory = peak_bytes(ours, case.device), peak_bytes(theirs, case.device)
@@ -341,6 +376,7 @@ def measure(name: str, modes: list[str], only: list[str]) -> Iterator[dict[str, 
             step_ms, plain_ms = (1000 * statistics.median(all_of) / steps for all_of in (times, plain_times))
             yield {
                 "case": name,
+                "reference": "the plain loop" if peer is None else "LLaDA's generate.py",
                 "policy": policy.name,
                 "mode": mode,
                 # Of neighbours in time: the machine's load weighs on both alike.
@@ -362,8 +398,8 @@ def measure(name: str, modes: list[str], only: list[str]) -> Iterator[dict[str, 
 
 
 HEADINGS = [
-    *("case", "policy", "mode", "ratio", "bar", "step ms", "plain loop", "trunk", "step / trunk", "bar"),
-    *("selector / trunk", "tokens/s", "peak GiB", "plain loop"),
+    *("case", "policy", "mode", "ratio", "bar", "step ms", "reference", "trunk", "step / trunk", "bar"),
+    *("selector / trunk", "tokens/s", "peak GiB", "reference"),
 ]
 
 
@@ -409,13 +445,15 @@ Written by `python benchmarks/decode.py table` from the records in `results/deco
 ```
 python benchmarks/decode.py cpu --json > results/decode/cpu.jsonl
 python benchmarks/decode.py h200-85m --json > results/decode/h200-85m.jsonl      # and h200-one, h200-wide
+python benchmarks/decode.py h200-85m --peer LLaDA/generate.py --json > results/decode/h200-85m-llada.jsonl  # and one
 python benchmarks/decode.py check                                                # the same tokens?
 ```
 
 Both sides run in one process on the same weights, dtype, attention, prompts and draws, by turns; times are medians and
 ratios are medians of neighbouring pairs, because other work on a machine weighs on both alike. The **plain loop** is
 what LLaDA's and dLLM's samplers do: full [B, L, V] logits, a float32 log-softmax over them, a top-k for every row at
-every step. It gets its random draws for nothing. `eager` is against eager. In `compiled` the plain loop's model goes
+every step. It gets its random draws for nothing. **LLaDA's generate.py** is its authors' own sampler, from a checkout
+beside, on the same weights. `eager` is against eager. In `compiled` the plain loop's model goes
 through torch.compile in its default mode, as people do it, and the engine runs with `compile=True`: compiled pieces
 with fixed shapes, on a GPU one CUDA graph a step. The **trunk** is a denoiser's pass without its projection to the
 vocabulary, in `compiled` as a CUDA graph of its own: what no decoder can avoid. `graphs` is `compiled` with the plain
@@ -446,7 +484,8 @@ def write_page() -> None:
         rows = [json.loads(record) for record in path.read_text().splitlines()]
         case, row = CASES[rows[0]["case"]], rows[0]
         text += (
-            f"### {row['case']}\n\nWidth {case.width}, {case.layers} layers, vocabulary {case.vocabulary:,}, batch "
+            f"### {row['case']}, against {row['reference']}\n\n"
+            f"Width {case.width}, {case.layers} layers, vocabulary {case.vocabulary:,}, batch "
             f"{case.batch}, {case.prompt} + {case.response} tokens, {case.steps} steps, {row['dtype']}; "
             f"{row['device']}, torch {row['torch']}, revision {row['revision']}.\n\n"
         )
@@ -460,6 +499,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--mode", action="append", choices=MODES, help="some of the modes only")
     parser.add_argument("--policy", action="append", default=[], help="some of the policies only")
+    parser.add_argument("--peer", type=Path, help="LLaDA's generate.py: top-prob against its own loop instead")
     arguments = parser.parse_args()
     measured = [name for name in arguments.cases if name in CASES]
     if "check" in arguments.cases:
@@ -469,7 +509,8 @@ def main() -> None:
     for name in measured:
         if CASES[name].device == "cuda" and not torch.cuda.is_available():
             parser.error(f"{name} needs a CUDA device: run `python benchmarks/decode.py cpu` here")
-        for row in measure(name, arguments.mode or MODES[:2], arguments.policy):
+        only = ["top-prob"] if arguments.peer else arguments.policy
+        for row in measure(name, arguments.mode or MODES[:2], only, arguments.peer):
             print(json.dumps(row) if arguments.json else line(cells(row)), flush=True)
     if "table" in arguments.cases:
         write_page()
