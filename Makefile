@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test setup clean
+.PHONY: help demo test mutants setup clean
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check
@@ -7,8 +7,9 @@ READY := .venv/.ready
 READY_DEV := .venv/.ready-dev
 
 help:
-	@echo "make demo   learn a generation order on a small puzzle and compare it (a minute or two on a laptop)"
-	@echo "make test   lint, types and the whole test suite"
+	@echo "make demo      learn a generation order on a small puzzle and compare it (a minute or two on a laptop)"
+	@echo "make test      lint, types and the whole test suite"
+	@echo "make mutants   plant mistakes and see whether the suite notices (half an hour)"
 
 # The virtual environment, its dependencies pinned; remade only when the pins or the package change.
 setup: $(READY_DEV)
@@ -28,6 +29,9 @@ test: $(READY_DEV)
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+mutants: $(READY_DEV)
+	$(BIN)/python tests/mutants.py
 
 clean:
 	rm -rf .venv build dist src/*.egg-info
