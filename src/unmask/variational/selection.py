@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, softplus
+from torch.nn.functional import logsigmoid
 
 from unmask.variational.posterior import full_precision, log1mexp
 
@@ -46,12 +46,12 @@ class Bernoulli:
         return _sum(torch.where(reveal, logsigmoid(logits), logsigmoid(-logits)), masked)
 
     def kl(self, log_q: Tensor, logits: Tensor, masked: Tensor) -> Tensor:
-        # KL(Bern(q) || Bern(p)) = q log q + (1-q) log(1-q) + q softplus(-s) + (1-q) softplus(s);  softplus(-s) = -log p
+        # KL(Bern(q) || Bern(p)) = q log q + (1-q) log(1-q) - q log p - (1-q) log(1-p);  torch's softplus is linear from 20
         log_q, logits = torch.where(masked, full_precision(log_q), 0.0), full_precision(logits)
         q, not_q = log_q.exp(), -torch.expm1(log_q)
         negative_entropy = q * log_q + not_q * log1mexp(log_q)
-        cross_entropy = q * softplus(-logits) + not_q * softplus(logits)
-        return _sum(negative_entropy + cross_entropy, masked)
+        expected_log_p = q * logsigmoid(logits) + not_q * logsigmoid(-logits)
+        return _sum(negative_entropy - expected_log_p, masked)
 
     def sample(self, logits: Tensor, masked: Tensor, uniforms: Tensor) -> Tensor:
         return masked & (uniforms[..., :-1] < torch.sigmoid(full_precision(logits)))
