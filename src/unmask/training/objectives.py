@@ -52,7 +52,7 @@ class DenoiseObjective(nn.Module):
             self.likelihood = torch.compile(self.likelihood, dynamic=True)
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
-        """examples and ids [B]; u [B] stratified uniforms, which choose the counts m."""
+        """examples [B]; ids [B], which name their draws; u [B] stratified uniforms, which choose the counts m."""
         examples, layout = placed(examples, self.denoiser)
         tokens = examples.tokens
         counts = mask_counts(u.cpu(), examples.num_response)
@@ -129,7 +129,7 @@ class OrderObjective(nn.Module):
             self.parts = _Parts(still(draw), moving(read), moving(features), bound, conclude)
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
-        """examples and ids [B]; u [B] stratified uniforms, which choose the times t."""
+        """examples [B]; ids [B], which name their draws; u [B] stratified uniforms, which choose the times t."""
         walked = self.walk(examples, ids, sample_times(u, self.budget))
         num_response = sent(examples.num_response, walked.t.device)
         kl_weight = sent(torch.tensor(self.kl_weight), walked.t.device)  # a number would compile a program each update

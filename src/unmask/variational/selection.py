@@ -46,7 +46,8 @@ class Bernoulli:
         return _sum(torch.where(reveal, logsigmoid(logits), logsigmoid(-logits)), masked)
 
     def kl(self, log_q: Tensor, logits: Tensor, masked: Tensor) -> Tensor:
-        # KL(Bern(q) || Bern(p)) = q log q + (1-q) log(1-q) - q log p - (1-q) log(1-p);  torch's softplus is linear from 20
+        # KL(Bern(q) || Bern(p)) = q log q + (1-q) log(1-q) - q log p - (1-q) log(1-p),  log p = logsigmoid(s)
+        # (not -softplus(-s): torch's softplus is linear above 20)
         log_q, logits = torch.where(masked, full_precision(log_q), 0.0), full_precision(logits)
         q, not_q = log_q.exp(), -torch.expm1(log_q)
         negative_entropy = q * log_q + not_q * log1mexp(log_q)
