@@ -230,9 +230,9 @@ class OrderObjective(nn.Module):
         return sample_trajectories(scores, response, t, self.budget, self.model.config.tau, uniforms)
 
     def _uniforms(self, ids: Tensor, position: Tensor, steps: Tensor, trajectory: Tensor) -> Tensor:
-        """[T-1, B, k, L]: a function of seed, id, trajectory, step and position alone."""
+        """[T-1, B, k, L]: a function of seed, id, trajectory, step and position alone; 24 bits would miss a small q."""
         words = ids[:, None, None], trajectory[:, None], steps[:, None, None, None], position[:, None]
-        return uniforms(self.seed, Purpose.TRAJECTORY, *words)
+        return uniforms(self.seed, Purpose.TRAJECTORY, *words, dtype=torch.float64)
 
     def _ask(
         self, examples: Examples, masked: Tensor, t: Tensor, needed: Tensor, num_masked: int
