@@ -38,6 +38,30 @@ def test_never_one_and_the_same_draw_in_both_precisions():
     assert (single.double() - double).abs().max() < 2**-23
 
 
+def unmix(h):
+    """The inverse of SplitMix64's finaliser: the seed whose hash, without any words, is h."""
+    h = (h ^ h >> 31 ^ h >> 62) * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+    h = (h ^ h >> 27 ^ h >> 54) * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
+    return h ^ h >> 30 ^ h >> 60
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_smallest_hash_is_above_zero_and_the_largest_below_one(dtype):
+    lowest, highest = (uniforms(unmix(h), dtype=dtype) for h in (0, 2**64 - 1))
+    assert lowest.dtype == highest.dtype == dtype
+    assert 0 < lowest < 0.01
+    assert 0.99 < highest < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_words_of_every_integer_dtype_name_the_same_draw(dtype):
+    words = torch.arange(5)
+    assert torch.equal(uniforms(torch.tensor(3, dtype=dtype), 1, words.to(dtype)), uniforms(3, 1, words))
+    assert torch.equal(integers(3, words.to(dtype)), integers(3, words))
+    with pytest.raises(TypeError, match="must be integers, got a tensor"):
+        uniforms(3, words.float())
+
+
 def test_integers_do_not_repeat_and_are_not_negative():
     drawn = integers(0, Purpose.EXAMPLE, 1, torch.arange(100_000))
     assert drawn.min() >= 0
@@ -88,7 +112,7 @@ def slow_uniform(seed, *words):
     h = mix(seed)
     for j, word in enumerate(words, start=1):
         h = mix(h ^ mix(word + j * 0x9E3779B97F4A7C15))
-    return (h >> 11) * 2.0**-53
+    return max(1, h >> 11) * 2.0**-53
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**62 + 12345, -(2**63)])

@@ -4,7 +4,7 @@ A draw is addressed by words such as (seed, purpose, step, example id, trajector
 a hidden state, so a result does not depend on batch composition, on the order of the draws, or on the number of
 processes, and a resumed run draws what the uninterrupted one would have drawn.
 
-    h_0 = mix(seed),    h_j = mix(h_{j-1} XOR mix(word_j + j * GOLDEN)),    u = (top bits of h) * 2^-bits  in [0, 1)
+    h_0 = mix(seed),   h_j = mix(h_{j-1} XOR mix(word_j + j * GOLDEN)),   u = max(1, top bits of h) * 2^-bits  in (0, 1)
 
 `mix` is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a bijection of 64 bits in which every input bit
 flips every output bit with probability close to one half.
@@ -12,6 +12,7 @@ flips every output bit with probability close to one half.
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 
 import torch
@@ -59,11 +60,19 @@ def _mix(h: Tensor) -> Tensor:
     return h ^ _shift_right(h, 31)
 
 
+def _int64(word: Tensor) -> Tensor:
+    """The word with the 64 bits that `_mix` needs: fewer would overflow to zero without an error."""
+    if word.is_floating_point():
+        raise TypeError(f"the words that name a draw must be integers, got a tensor of {word.dtype}")
+    return word.long()
+
+
 def _hash(seed: int | Tensor, *words: int | Tensor) -> Tensor:
     """h of the formula above, in the broadcast shape of the words."""
-    h = _mix(seed) if isinstance(seed, Tensor) else _mix_word(seed)
+    h = _mix(_int64(seed)) if isinstance(seed, Tensor) else _mix_word(seed)
     for j, word in enumerate(words, start=1):
-        shifted = _mix(word + signed(j * _GOLDEN)) if isinstance(word, Tensor) else _mix_word(int(word) + j * _GOLDEN)
+        place = j * _GOLDEN
+        shifted = _mix(_int64(word) + signed(place)) if isinstance(word, Tensor) else _mix_word(int(word) + place)
         if isinstance(h, int) and isinstance(shifted, int):
             h = _mix_word(h ^ shifted)
         else:
@@ -73,15 +82,13 @@ def _hash(seed: int | Tensor, *words: int | Tensor) -> Tensor:
 
 
 def uniforms(seed: int | Tensor, *words: int | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform numbers in [0, 1), one for each element of the broadcast shape of `words` (integers or int64 tensors).
+    """Uniform numbers in (0, 1), one for each element of the broadcast shape of `words` (integers, or tensors of them).
 
-    float32 gets the top 24 bits and float64 the top 53 of the same hash, so both dtypes see the same draws up to
-    rounding and neither can round to 1.0 (`u < 1` must always hold: the arg-max of Q is revealed with certainty).
+    A dtype gets as many of the top bits of the hash as its significand has (float32 24, float64 53): all dtypes see the
+    same draws up to rounding, and u < q is certain where q = 1 (the arg-max of Q) and impossible where q = 0.
     """
-    h = _hash(seed, *words)
-    if dtype == torch.float64:
-        return _shift_right(h, 11).to(dtype) * 2.0**-53
-    return _shift_right(h, 40).to(torch.float32) * 2.0**-24
+    bits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    return _shift_right(_hash(seed, *words), 64 - bits).clamp(min=1).to(dtype) * 2.0**-bits
 
 
 def integers(seed: int, *words: int | Tensor) -> Tensor:

@@ -191,12 +191,6 @@ def test_one_at_a_time_is_one():
             assert len(chosen) == min(1, len(row.masked))
 
 
-def test_one_at_a_time_with_draws_of_zero():
-    """log 0 must not throw a position out whatever its logit."""
-    row = plain_row([[12, 11, 0, 0]] * 3, u=[0.0] * 4)
-    assert reveals(OneAtATime(LookUp(tensor([[0.0, 1.0, 30.0]]))), case_of([row])) == [{2}]
-
-
 # --- reward-trained ---------------------------------------------------------------------------------------------------
 
 

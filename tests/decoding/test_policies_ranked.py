@@ -159,10 +159,3 @@ def test_a_cold_stochastic_order_is_the_order(order, score):
         for row, chosen in zip(case.rows, reveals(Stochastic(order, 1e-4), case), strict=True):
             if len({round(score(row, n), 3) for n in row.masked}) == len(row.masked):
                 assert chosen == best(lambda n, row=row: score(row, n), row.masked, row.k)
-
-
-def test_a_draw_of_zero_is_no_certain_loss():
-    """log 0 must not throw the position out whatever its score."""
-    row = plain_row([[12, 11, 0, 0], [6, 6, 6, 5], [23, 0, 0, 0]], S=3)
-    row.u = [0.0] * 4
-    assert reveals(Stochastic(TopProbability(), 1e-3), case_of([row])) == [{2}]

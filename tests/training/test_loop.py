@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.training.small import FixedTask, json_lines, padded, same, small_model, weights
 from unmask.streams import Purpose, integers
+from unmask.tasks import make_task
 from unmask.training.loop import (
     NonFiniteError,
     _backward,
@@ -275,6 +276,18 @@ def test_every_micro_batch_holds_every_stratum_of_t():
         assert sorted((part * 4).floor().tolist()) == list(range(4)), "and over each micro-batch"
     named = [integers(0, Purpose.EXAMPLE, 2, torch.tensor(5 * 8 + slot)).item() for slot in range(8)]
     assert sorted(ids.tolist()) == sorted(named), "seed, stage, update and slot name them"
+
+
+@pytest.mark.parametrize("name", ["text", "groups"])
+def test_no_two_stages_or_epochs_share_a_draw(tmp_path, name):
+    """Also where every stage goes through the same few texts: an example that comes again has other draws."""
+    (tmp_path / "texts.txt").write_text("\n".join(f"text {i}" for i in range(10)))
+    options = {"files": str(tmp_path / "texts.txt"), "cache": str(tmp_path / "cache"), "test_every": 5}
+    task = make_task(name, **(options if name == "text" else {}))
+    accelerator, how = Accelerator(cpu=True), stage()
+    batches = [_micro_batches(update, index, how, task, 0, accelerator) for index in range(5) for update in range(2)]
+    ids = torch.cat([ids for [(_, ids, _)] in batches])
+    assert len(ids.unique()) == 5 * 2 * how.batch
 
 
 # --- repeatability ----------------------------------------------------------------------------------------------------

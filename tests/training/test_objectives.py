@@ -588,6 +588,13 @@ def test_trajectories_follow_the_posterior():
     assert statistic < 23.51  # chi-square with 4 degrees of freedom, 0.9999
 
 
+def test_trajectories_are_drawn_with_53_bits():
+    """With 24 bits, a position with q below 2^-24 would be revealed too often or never."""
+    words = torch.arange(8), torch.arange(4).expand(8, -1), torch.arange(1, BUDGET), torch.arange(K)
+    u = order_objective()._uniforms(*words)
+    assert (u * 2**24 != (u * 2**24).round()).all()
+
+
 def test_no_mask_anywhere_is_no_loss():
     """All trajectories of the batch are over: nothing is evaluated, and the gradient is zero."""
     objective = order_objective()

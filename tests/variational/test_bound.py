@@ -112,6 +112,15 @@ def test_the_gap_of_the_bernoulli_selector_that_no_score_can_close():
         assert gap == pytest.approx(-log_p if gap_expected else 0.0, abs=1e-12)
 
 
+def test_the_bound_does_not_exceed_the_likelihood_at_large_logits():
+    """One token, T = 2: the conditioned form reveals it for certain, so the bound is log P itself."""
+    tables = tiny(NonEmpty(), length=1, budget=2)
+    tables.psi.data.fill_(-21.0)
+    x0 = torch.tensor([1])
+    gap = exact_log_likelihood(tables.model, x0, 2) - exact_bound(tables.model, x0, 2).sum()
+    assert gap.item() == pytest.approx(0, abs=1e-14)
+
+
 def test_time_zero_is_forced_and_an_empty_state_is_worth_nothing():
     scores = torch.tensor([[0.1, 0.9, 0.5]], dtype=torch.float64)
     masked = torch.tensor([[[True, True, False], [False, False, False]]])

@@ -44,6 +44,18 @@ def test_ties_are_all_revealed():
     assert (log_reveal(scores, all_response(scores), 0.05) == 0).tolist() == [False, True, True, True]
 
 
+@pytest.mark.parametrize("tau", [1e-3, 0.05, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_one_rounding_apart_tie_at_every_temperature(tau, dtype):
+    eps = torch.finfo(dtype).eps
+    scores = torch.tensor([0.9, 0.9 - eps, 0.9 - 100 * eps], dtype=dtype).requires_grad_()
+    log_q = log_reveal(scores, all_response(scores), tau)
+    assert (log_q == 0).tolist() == [True, True, False]
+    log1mexp(log_q).sum().backward()
+    assert scores.grad[1] == 0
+    assert scores.grad.abs().max() < 1 / (8 * eps)
+
+
 def test_gradient_flows_through_the_maximum():
     scores = SCORES.clone().requires_grad_()
     masked = torch.tensor([True, True, False, True])

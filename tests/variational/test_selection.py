@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.statistics import assert_follows
-from unmask.variational.selection import Bernoulli, NonEmpty
+from unmask.variational.selection import Bernoulli, NonEmpty, draw_first
 
 LOGITS = torch.tensor([0.4, -1.3, 2.0, 0.1], dtype=torch.float64)
 MASKED = torch.tensor([True, True, False, True])
@@ -93,6 +93,41 @@ def test_nonempty_always_reveals_even_where_every_probability_underflows():
         assert drawn.any(-1).all()
         assert not drawn[:, 3].any()
     assert drawn[1:, 1].all()  # e^50 times likelier than any other; only u = 0 itself falls elsewhere
+
+
+def test_the_first_reveal_is_masked_whatever_rounding_does_to_the_cdf():
+    """CUDA's cumsum need not be monotone: here a quarter of the steps fall, by more than a rounding."""
+    generator = torch.Generator().manual_seed(0)
+    rows, n = 400, 6
+    steps = torch.rand(rows, n, generator=generator) - 0.25
+    cdf, masked = 0.3 + steps.cumsum(-1).clamp(min=0), torch.rand(rows, n, generator=generator) < 0.5
+    u = torch.rand(rows, 1, generator=generator)
+    u[0] = 1 - 2**-24
+    is_first, is_later = draw_first(cdf, masked, u)
+    assert torch.equal(is_first.sum(-1), masked.any(-1).long())
+    for row in masked.any(-1).nonzero()[:, 0].tolist():
+        inside = [i for i in range(n) if masked[row, i]]
+        target = u[row, 0] * max(cdf[row, i] for i in inside)
+        first = next(i for i in inside if cdf[row, i] > target)
+        assert is_first[row].nonzero().item() == first
+        assert is_later[row].tolist() == [i > first for i in range(n)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_gpu_draws_what_the_cpu_draws(compile):
+    """Long canvases, of which a quarter is masked and many positions are about as likely to be the first."""
+    generator = torch.Generator().manual_seed(0)
+    rows, n = 256, 8192
+    logits = torch.randn(rows, n, generator=generator) - 9
+    masked = torch.rand(rows, n, generator=generator) < 0.25
+    uniforms = torch.rand(rows, n + 1, dtype=torch.float64, generator=generator)
+    uniforms[0, -1], uniforms[1, -1] = 2.0**-53, 1 - 2.0**-53
+    sample = torch.compile(NonEmpty().sample) if compile else NonEmpty().sample
+    drawn = sample(logits.cuda(), masked.cuda(), uniforms.cuda()).cpu()
+    assert drawn.any(-1).all()
+    assert not (drawn & ~masked).any()
+    assert torch.equal(drawn, NonEmpty().sample(logits, masked, uniforms))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -77,13 +77,9 @@ class Text:
         return len(self._cached("test"))
 
     def order(self, seed: int, stage: int, positions: Tensor) -> Tensor:
-        """The ids of the training examples at these positions [B] of a stage: every text once an epoch.
-
-        An id tells the epoch too: what is drawn for an example is drawn anew each time that it comes.
-        """
+        """The ids of the training examples at these positions [B] of a stage: every text once an epoch."""
         visits = self._visits.setdefault((seed, stage), self._new_visits(seed, stage))
-        epoch, rows = visits.at(positions.numpy())
-        return torch.from_numpy(epoch * visits.rows + rows)
+        return torch.from_numpy(visits.at(positions.numpy())[1])
 
     def examples(self, ids: Tensor, split: str) -> Examples:
         if split not in ("train", "test"):

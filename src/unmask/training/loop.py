@@ -1,7 +1,7 @@
 """One training loop for both objectives, on Hugging Face Accelerate.
 
-Data order, times and random streams are functions of the seed, the update and the example's id alone, never of a
-hidden state: what update 1,000 does can be said without running the 999 before it.
+Data order, times and random streams are functions of the seed, the stage, the update and the place in its batch alone,
+never of a hidden state: what update 1,000 does can be said without running the 999 before it.
 """
 
 from __future__ import annotations
@@ -166,11 +166,19 @@ def batch_ids(seed: int, index: int, update: int, stage: Optimisation, task: Tas
     """
     positions = update * stage.batch + torch.arange(stage.batch)
     order = getattr(task, "order", None)
-    ids: Tensor = order(seed, index, positions) if order else integers(seed, Purpose.EXAMPLE, index, positions)
+    ids: Tensor = order(seed, index, positions) if order else draw_names(seed, index, positions)
     return ids
 
 
-MicroBatch = tuple[Examples, Tensor, Tensor]  # examples and their ids [b] on the device, stratified uniforms [b]
+def draw_names(seed: int, index: int, positions: Tensor) -> Tensor:
+    """[B]: the words that name the random draws of the sequences at these positions [B] of a stage.
+
+    No other position and no other stage has them: an example that comes again gets other masks and trajectories.
+    """
+    return integers(seed, Purpose.EXAMPLE, index, positions)
+
+
+MicroBatch = tuple[Examples, Tensor, Tensor]  # examples, the names of their draws [b], stratified uniforms [b]
 
 
 def _micro_batches(
@@ -189,8 +197,9 @@ def _micro_batches(
             raise ValueError(
                 f"task {task.name}: training example {empty} has an empty response, so nothing to learn from"
             )
+        names = draw_names(seed, index, update * stage.batch + slots)
         u = stratified(seed, Purpose.TIME, index, update, slots=slots, total=stage.batch)
-        found.append((examples.to(accelerator.device), sent(ids, accelerator.device), u))
+        found.append((examples.to(accelerator.device), sent(names, accelerator.device), u))
     return found
 
 

@@ -52,7 +52,7 @@ class DenoiseObjective(nn.Module):
             self.likelihood = torch.compile(self.likelihood, dynamic=True)
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
-        """examples and ids [B]; u [B] stratified uniforms, which choose the counts m."""
+        """examples [B]; ids [B], which name their draws; u [B] stratified uniforms, which choose the counts m."""
         examples, layout = placed(examples, self.denoiser)
         tokens = examples.tokens
         counts = mask_counts(u.cpu(), examples.num_response)
@@ -129,7 +129,7 @@ class OrderObjective(nn.Module):
             self.parts = _Parts(still(draw), moving(read), moving(features), bound, conclude)
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
-        """examples and ids [B]; u [B] stratified uniforms, which choose the times t."""
+        """examples [B]; ids [B], which name their draws; u [B] stratified uniforms, which choose the times t."""
         walked = self.walk(examples, ids, sample_times(u, self.budget))
         num_response = sent(examples.num_response, walked.t.device)
         kl_weight = sent(torch.tensor(self.kl_weight), walked.t.device)  # a number would compile a program each update
@@ -230,9 +230,9 @@ class OrderObjective(nn.Module):
         return sample_trajectories(scores, response, t, self.budget, self.model.config.tau, uniforms)
 
     def _uniforms(self, ids: Tensor, position: Tensor, steps: Tensor, trajectory: Tensor) -> Tensor:
-        """[T-1, B, k, L]: a function of seed, id, trajectory, step and position alone."""
+        """[T-1, B, k, L]: a function of seed, id, trajectory, step and position alone; 24 bits would miss a small q."""
         words = ids[:, None, None], trajectory[:, None], steps[:, None, None, None], position[:, None]
-        return uniforms(self.seed, Purpose.TRAJECTORY, *words)
+        return uniforms(self.seed, Purpose.TRAJECTORY, *words, dtype=torch.float64)
 
     def _ask(
         self, examples: Examples, masked: Tensor, t: Tensor, needed: Tensor, num_masked: int

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, softplus
+from torch.nn.functional import logsigmoid
 
 from unmask.variational.posterior import full_precision, log1mexp
 
@@ -46,12 +46,13 @@ class Bernoulli:
         return _sum(torch.where(reveal, logsigmoid(logits), logsigmoid(-logits)), masked)
 
     def kl(self, log_q: Tensor, logits: Tensor, masked: Tensor) -> Tensor:
-        # KL(Bern(q) || Bern(p)) = q log q + (1-q) log(1-q) + q softplus(-s) + (1-q) softplus(s);  softplus(-s) = -log p
+        # KL(Bern(q) || Bern(p)) = q log q + (1-q) log(1-q) - q log p - (1-q) log(1-p),  log p = logsigmoid(s)
+        # (not -softplus(-s): torch's softplus is linear above 20)
         log_q, logits = torch.where(masked, full_precision(log_q), 0.0), full_precision(logits)
         q, not_q = log_q.exp(), -torch.expm1(log_q)
         negative_entropy = q * log_q + not_q * log1mexp(log_q)
-        cross_entropy = q * softplus(-logits) + not_q * softplus(logits)
-        return _sum(negative_entropy + cross_entropy, masked)
+        expected_log_p = q * logsigmoid(logits) + not_q * logsigmoid(-logits)
+        return _sum(negative_entropy - expected_log_p, masked)
 
     def sample(self, logits: Tensor, masked: Tensor, uniforms: Tensor) -> Tensor:
         return masked & (uniforms[..., :-1] < torch.sigmoid(full_precision(logits)))
@@ -77,17 +78,14 @@ class NonEmpty:
         return Bernoulli().kl(log_q, logits, masked) + self._log_nonempty(logits, masked)
 
     def sample(self, logits: Tensor, masked: Tensor, uniforms: Tensor) -> Tensor:
-        """The first revealed position by inverse CDF from f, the later ones independently."""
+        """The first revealed position by inverse CDF from f, the later ones independently; in float64."""
+        logits = logits.double()
         log_first = self._log_first(logits, masked)
         # Relative to the largest, so that probabilities far below the smallest float still compare.
         highest = log_first.amax(-1, keepdim=True)
-        first_cdf = torch.where(masked, (log_first - highest).exp(), 0.0).cumsum(-1)
-        total = first_cdf[..., -1:]
-        target = torch.minimum(uniforms[..., -1:] * total, torch.nextafter(total, torch.zeros_like(total)))
-        reached = first_cdf > target  # False before the first reveal, True from it on
-        is_first = reached & (reached.cumsum(-1) == 1)
-        later = reached & ~is_first & Bernoulli().sample(logits, masked, uniforms)
-        return masked & (is_first | later)
+        cdf = torch.where(masked, (log_first - highest).exp(), 0.0).cumsum(-1)
+        is_first, is_later = draw_first(cdf, masked, uniforms[..., -1:])
+        return is_first | (is_later & Bernoulli().sample(logits, masked, uniforms))
 
     @staticmethod
     def _log_first(logits: Tensor, masked: Tensor) -> Tensor:
@@ -101,6 +99,20 @@ class NonEmpty:
         """log(1 - prod_n (1 - p_n)) as log sum_n f_n, which is exact even where 1 - prod would round to 0."""
         log_total = torch.logsumexp(self._log_first(logits, masked), -1)
         return torch.where(masked.any(-1), log_total, 0.0)
+
+
+def draw_first(cdf: Tensor, masked: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse CDF: is n the first masked position with cdf_n > u * total; does n come after it ([..., N] bool each).
+
+    cdf [..., N]; u [..., 1] in [0, 1).  Where something is masked one position is the first, even if the cdf falls
+    somewhere by a rounding: CUDA's cumsum need not be monotone.
+    """
+    total = torch.where(masked, cdf, 0.0).amax(-1, keepdim=True)
+    target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
+    above = masked & (cdf > target)
+    num_above = above.cumsum(-1)
+    is_first = above & (num_above == 1)
+    return is_first, (num_above > 0) & ~is_first
 
 
 def _sum(terms: Tensor, masked: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class OneAtATime(NetworkPolicy):
 
     def decide(self, step: Step) -> Decision:
         scores = self.logits(step)
-        u = step.uniforms()[:, :-1].clamp(min=2.0**-54)  # log 0
+        u = step.uniforms()[:, :-1]
         # The largest of  s_n - log(-log u_n)  is a draw from softmax(s).
         perturbed = scores.double() - torch.log(-torch.log(u))
         return Decision(highest(perturbed, step.masked, torch.ones_like(step.index)), scores=scores)

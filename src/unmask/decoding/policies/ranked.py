@@ -105,7 +105,7 @@ class Stochastic(Policy):
         return self.order.reads
 
     def decide(self, step: Step) -> Decision:
-        u = step.uniforms()[:, :-1].clamp(min=2.0**-54)  # log 0
+        u = step.uniforms()[:, :-1]
         perturbed = self.order.weight(step).double() / self.temperature - torch.log(-torch.log(u))
         return Decision(highest(perturbed, step.masked, step.count()))
 

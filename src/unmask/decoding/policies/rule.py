@@ -26,7 +26,7 @@ class Step:
     response: Tensor  # [b, L] bool: the N positions that are written, masked or not
     num_response: Tensor  # [b]: N
     attention: Tensor | None  # [b, L] bool; None: no padding
-    uniforms: Callable[[], Tensor]  # [b, L + 1] on call: one a position, one for the whole sequence
+    uniforms: Callable[[], Tensor]  # [b, L + 1] in (0, 1) on call: one a position, one for the whole sequence
     memory: dict[str, Tensor]  # what the rule kept from the step before
     # From the denoiser's pass; absent for a rule that declares `reads = frozenset()`.
     proposal: Tensor = field(default_factory=lambda: torch.empty(0))  # [b, L]: x_n where the rule may look
