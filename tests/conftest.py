@@ -3,6 +3,7 @@ import os
 # Small tensors: a second thread only waits for the first, and on a busy machine much longer than that.  oneDNN has its
 # own count, read when torch is loaded, and a child forked beside a second thread of OpenMP waits for it forever.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTHONUTF8"] = "1"  # for the workers of pytest-xdist and all children: any locale will do
 
 import pytest
 import torch
@@ -10,6 +11,12 @@ import torch
 from unmask.process_settings import process_settings
 
 torch.set_num_threads(1)
+
+
+def pytest_configure():
+    """Tests read what is printed: 80 columns and no colours, whatever the terminal or a CI service asks for."""
+    for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE"):
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import time
 
 import numpy as np
 import pytest
@@ -101,12 +100,10 @@ def test_equal_differences_leave_no_width():
     assert (low, high) == pytest.approx((mean, mean), abs=1e-12)
 
 
-def test_the_bootstrap_is_repeatable_and_fast():
+def test_the_bootstrap_is_repeatable():
     draws = np.random.default_rng(0)
     first, second = draws.random(5000) < 0.6, draws.random(5000) < 0.5
-    started = time.process_time()
     assert paired_difference(first, second, seed=3) == paired_difference(first, second, seed=3)
-    assert time.process_time() - started < 5
     assert paired_difference(first, second, seed=3) != paired_difference(first, second, seed=4)
 
 

@@ -3,8 +3,6 @@
 import os
 import signal
 import sys
-import threading
-import time
 
 import pytest
 
@@ -16,7 +14,7 @@ from unmask.training.keeper import Stopped
 SAVES = (
     "import os, signal, sys, time;"
     "signal.signal(signal.SIGTERM, lambda *a: (print('saved', flush=True), sys.exit(75)));"
-    "print('ready, apart:', os.getpgrp() == os.getpid(), flush=True); time.sleep(60)"
+    "print('ready, apart:', os.getpgrp() == os.getpid(), flush=True); time.sleep(1800)"
 )
 
 
@@ -48,8 +46,8 @@ def job(folder, name, code="", after=()):
 
 
 def until(path):
-    """Code that ends when a file is there, or when nobody makes it."""
-    return f"import os, time\nfor _ in range(1000): os.path.exists({str(path)!r}) and os._exit(0); time.sleep(0.01)"
+    """Code that ends when a file is there, or, after half an hour, when nobody makes it."""
+    return f"import os, time\nfor _ in range(180_000): os.path.exists({str(path)!r}) and os._exit(0); time.sleep(0.01)"
 
 
 def test_at_most_so_many_at_once_and_each_after_what_it_waits_for(tmp_path):
@@ -71,11 +69,16 @@ def test_at_most_so_many_at_once_and_each_after_what_it_waits_for(tmp_path):
 def test_one_that_fails(tmp_path):
     """The other finishes, no third is begun, and the line says which failed and what it said last."""
     there = tmp_path / "there"
-    fails = f"import sys; print('begun'); open({str(there)!r}, 'w'); sys.exit('unmask: no such folder\\n\\n')"
+    fails = "import sys; print('begun'); sys.exit('unmask: no such folder\\n\\n')"
     names = [job(tmp_path, "a", fails), job(tmp_path, "b", until(there)), job(tmp_path, "c")]
     seen = Seen()
+
+    def ended(job, how):
+        seen.ended(job, how)
+        there.touch()  # b ends once it is known that a has failed
+
     with pytest.raises(JobError) as caught:
-        run_jobs(names, 2, seen.began, seen.ended)
+        run_jobs(names, 2, seen.began, ended)
     log = tmp_path / "logs" / "a.txt"
     assert str(caught.value) == f"a failed with exit code 1: no such folder (all that it wrote is in {log})"
     assert seen.events == ["+a", "+b", "-a 1", "-b 0"]
@@ -92,23 +95,22 @@ def test_one_that_dies_without_a_word(tmp_path):
 
 
 @pytest.mark.parametrize(("sent", "raised"), [(signal.SIGTERM, Stopped), (signal.SIGINT, KeyboardInterrupt)])
-def test_a_signal_is_passed_on_and_all_are_waited_for(tmp_path, sent, raised):
+def test_a_signal_is_passed_on_and_all_are_waited_for(tmp_path, monkeypatch, sent, raised):
     seen, names = Seen(), [job(tmp_path, name, SAVES) for name in "abc"]
+    said = jobs._said
 
-    def interrupt():
-        logs = [one.log for one in names[:2]]
-        while not all(log.exists() and "\nready" in log.read_text() for log in logs):
-            time.sleep(0.01)
-        os.kill(os.getpid(), sent)
+    def interrupting(running, waiting):
+        """Between two looks at what is running, once both are ready."""
+        if all("\nready" in one.job.log.read_text() for one in running):
+            os.kill(os.getpid(), sent)
+        return said(running, waiting)
 
-    thread = threading.Thread(target=interrupt)
+    monkeypatch.setattr(jobs, "_said", interrupting)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
     try:
-        thread.start()
         with pytest.raises(raised):
             run_jobs(names, 2, seen.began, seen.ended)
     finally:
         signal.signal(signal.SIGINT, before)
-    thread.join()
     assert sorted(seen.events) == ["+a", "+b", "-a 75", "-b 75"]
     assert all(one.log.read_text().endswith("\nready, apart: True\nsaved\n") for one in names[:2])

@@ -75,7 +75,8 @@ def test_what_comes_again_is_recorded():
         fewer = [
             outputs(trunk, lambda draw, number=number: [part[:number] for part in rows(0)], draws=1) for _ in range(4)
         ]
-        assert all(torch.equal(one, truth[0][:number]) for [one] in fewer)
+        assert all(torch.equal(one, fewer[0][0]) for [one] in fewer), "the first two are not recorded"
+        assert torch.allclose(fewer[0][0], truth[0][:number], atol=1e-5), "in another shape, products may round apart"
     assert len(trunk.run.graphs) == Stubbed.MOST
     assert trunk.run.rooms["x"] is first, "smaller ones share its memory"
     assert all(map(torch.equal, outputs(trunk, rows), truth))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,7 +23,15 @@ LINES = [f"line {i} " + "x" * (i * 7 % 23) for i in range(40)]
 
 
 @pytest.fixture
-def shards(tmp_path):
+def clock(monkeypatch):
+    """A clock that stands still, long before any file was written: to `hash_shards`, all of them are new."""
+    now = [0]
+    monkeypatch.setattr(shards_module.time, "time_ns", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def shards(tmp_path, clock):
     """Two shards of objects and one of plain lines, with empty lines between."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": line, "id": 1}) + "\n\n" for line in LINES[:15]))
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES[15:30]))
@@ -138,10 +145,8 @@ def test_processes_that_start_together_make_one_cache(shards, tmp_path):
     assert made == contents(tmp_path / "alone")
 
 
-def test_what_was_hashed_is_hashed_again_only_if_it_was_touched(shards, tmp_path, monkeypatch):
-    clock, read, now = [10**9], [], time.time_ns
-    monkeypatch.setattr(shards_module.time, "time_ns", lambda: now() + clock[0])
-    digest = shards_module.hashlib.file_digest
+def test_what_was_hashed_is_hashed_again_only_if_it_was_touched(shards, clock, monkeypatch):
+    read, digest = [], shards_module.hashlib.file_digest
     monkeypatch.setattr(
         shards_module.hashlib,
         "file_digest",
@@ -155,7 +160,7 @@ def test_what_was_hashed_is_hashed_again_only_if_it_was_touched(shards, tmp_path
     first, known = hashed({})
     assert len(read) == 3
     assert known == {}, "just written: a change within the same tick of the clock would not be seen"
-    clock[0] = 10**10
+    clock[0] = max(path.stat().st_ctime_ns for path in shards) + 10**10
     assert hashed(known)[0] == first
     known = hashed(known)[1]
     assert hashed(known) == (first, known)

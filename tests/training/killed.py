@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 
-HANGS = 300  # seconds after which a child is given up
+HANGS = 1800  # seconds after which a child is given up: half a minute of work on a machine under any load
 
 # Functions that a run calls often: between updates, and before each of the steps of writing what must last.
 MOMENTS = {

@@ -36,6 +36,7 @@ SETTINGS = [
     "order.on_collapse=restore",
     "denoise.on_collapse=restore",
     "saving.every_updates=5",
+    "saving.every_seconds=3600",  # however slow the machine is
     "saving.keep=2",
 ]
 OPTIONS = ["--cpu", *(word for setting in SETTINGS for word in ("--set", setting))]
