@@ -438,9 +438,9 @@ def line(texts: list[str]) -> str:
 
 INTRODUCTION = """# Decoding speed
 
-**Verdict.** With `compile=True` on a GPU, the engine is 1.6 to 6 times as fast as a plain loop, with a quarter of its
-memory or less on batches. A step costs 1.1 to 1.7 times the denoiser's own pass. Eager at batch 1 it is about as fast as
-the loop.
+**Verdict.** With `compile=True` on a GPU, the engine is 1.6 to 6 times as fast as a plain loop, with about a
+quarter of its memory or less on batches. A step costs 1.1 to 1.7 times the denoiser's own pass. Eager at batch 1, it is
+about as fast as the loop.
 
 Written by `python benchmarks/decode.py table` from the records in `results/decode/`, which these commands made:
 
@@ -466,13 +466,13 @@ medians of neighbouring pairs.
 """
 
 CLOSING = """
-The engine projects to the vocabulary only where the rule reads (masked positions of unfinished sequences), in chunks, so
+The engine projects to the vocabulary only where the rule reads (masked positions of unfinished sequences), in chunks:
 [B, L, V] never exists. At batch 1 an eager step is bound by kernel launches, so there is little to gain without
 `compile=True`.
 
-`same_tokens` in the records is the share of tokens that agree: all in float64; in float32 all but those after two scores
-within 1e-5 of each other (`check` fails otherwise). In compiled bfloat16 a few differ, because torch.compile fuses the
-two sides differently.
+`same_tokens` in the records is the share of tokens that agree: all in float64; in float32 all but those that follow two
+scores within 1e-5 of each other (`check` fails otherwise). In compiled bfloat16 a few differ, because torch.compile
+fuses the two sides differently.
 """
 
 

@@ -67,9 +67,9 @@ Mean over seeds, with the lowest and highest seed in brackets; 1,000 samples per
   favours it. Adaptive rules were not run.
 - *Order*: `frozen` or `joint`. For `joint`, the heuristics run on the denoiser from before order learning, trained
   further on as many sequences.
-- *Seeds*: a seed fixes the puzzle's hidden structure, the examples, the initial weights and every draw. The recipes were
-  tuned on seeds 0 to 9. `kl_weight = 4` was chosen after seed 13 of `groups` had failed without it. Seeds from 100 on
-  were used for nothing else.
+- *Seeds*: a seed fixes the puzzle's hidden structure, the examples, the initial weights and every draw. The recipes
+  were tuned on seeds 0 to 9. `kl_weight = 4` was chosen after seed 13 of `groups` had failed without it. No seed from
+  100 on had been run before.
 """
 
 
@@ -120,8 +120,8 @@ def table() -> str:
             INTRODUCTION,
             *_validity(puzzles),
             "\n## Held-out bounds, nats per token\n",
-            "`unmask evaluate --bound` on 1,000 held-out sequences. The last column is their exact log-likelihood under "
-            "the true distribution, which no bound can exceed on average.\n",
+            "`unmask evaluate --bound` on 1,000 held-out sequences. The last column is their exact log-likelihood "
+            "under the true distribution, which no bound can exceed on average.\n",
             *_bounds(puzzles),
             "\n## The demo, seed by seed\n",
             "`unmask demo --seed S`, T = 2. *Distinct*: different valid samples, beside the 99% range of that number "

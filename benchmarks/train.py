@@ -302,7 +302,7 @@ python benchmarks/train.py cpu --growth > results/train/cpu-growth.jsonl  # and 
 ```
 
 A step is the training loop itself (data, both passes, clipping, AdamW, metrics) on random tokens with GSM8K's lengths.
-FLOP counted: 6 x block parameters x tokens without padding, 6 x width x vocabulary x projected positions, and attention.
+FLOP counted: 6 x block parameters x tokens without padding, 6 x width x vocabulary x projected positions, attention.
 *Loss keeps*: what the loss holds for its backward pass, for the prompt length and for twice that. The two agree because
 only masked positions are projected to the vocabulary.
 
