@@ -10,7 +10,16 @@ from tests.test_report import LEARNED
 from unmask.comparison import Gain
 from unmask.jsonl import append_jsonl
 from unmask.reproduction import Done
-from unmask.results_page import BEGIN, END, lines, read_results, tables, wall_seconds, write_page
+from unmask.results_page import (
+    BEGIN,
+    order_series,
+    plot,
+    read_results,
+    rule_series,
+    tables,
+    wall_seconds,
+    write_page,
+)
 
 ROOT = Path(__file__).parents[1]
 PLAIN, ALONG, FURTHER = "0123456789ab", "ba9876543210", "feedfeedfeed"
@@ -105,15 +114,15 @@ def rows(text):
 def test_every_seed_has_a_row_and_their_mean_a_gain(folder):
     text = tables(read_results(folder), "plots")
     found = rows(text)
-    assert ["frozen", "5", "0", "4.97", "3–5", "48.4", "47.0–50.0", "49.0", "", "+3.4"] in found
-    assert [row[-1] for row in found if row[:3] == ["frozen", "5", "1"]] == ["+1.4"]
+    assert ["frozen, sampled", "5", "0", "4.97", "3–5", "48.4", "47.0–50.0", "49.0", "", "+3.4"] in found
+    assert [row[-1] for row in found if row[:3] == ["frozen, sampled", "5", "1"]] == ["+1.4"]
     (mean,) = [row for row in found if row[2:3] == ["**mean of 2**"]]
-    assert mean[:2] == ["**frozen**", "**5**"]
+    assert mean[:2] == ["**frozen, sampled**", "**5**"]
     assert mean[3:] == ["**4.99**", "", "**47.4**", "", "", "45.0 top probability", "**+2.4 [+1.1, +3.7]**"]
-    assert [row[-1] for row in found if row[:2] == ["frozen", "10"]] == ["–"], "nothing was compared with it"
-    assert [row[:2] for row in found if row[0] == "joint"] == [["joint", "5"]]
-    assert ["frozen", "5", "4.99", "entropy", "45.0", "the same", "-1.0 [-2.0, +0.0]"] in found
-    assert ["frozen", "5", "4.99", "factor:1", "45.0", "3.10", "-20.0 [-30.0, -10.0]"] in found
+    assert [row[-1] for row in found if row[:2] == ["frozen, sampled", "10"]] == ["–"], "nothing was compared with it"
+    assert [row[:2] for row in found if row[0] == "joint, sampled"] == [["joint, sampled", "5"]]
+    assert ["frozen, sampled", "5", "4.99", "entropy", "45.0", "the same", "-1.0 [-2.0, +0.0]"] in found
+    assert ["frozen, sampled", "5", "4.99", "factor:1", "45.0", "3.10", "-20.0 [-30.0, -10.0]"] in found
 
 
 def test_the_rules_stand_by_denoiser_and_budget(folder):
@@ -130,7 +139,7 @@ def test_splits_have_parts_of_their_own(folder):
     assert "6,000 problems, of which 3 are too long for the model and count as wrong" in numbers
     assert "1,319 problems; greedy tokens." in test
     assert "![30m: new-numbers: accuracy against mean steps](plots/small-new-numbers.svg)" in numbers
-    assert "joint orders wrote with `ba9876`" in numbers
+    assert "joint orders use `ba9876`" in numbers
     assert "entropy" in numbers
     assert "entropy" not in test, "the gains of the other split"
 
@@ -185,13 +194,17 @@ def test_the_union_of_intervals():
 
 
 def test_what_a_plot_shows():
-    """Rules on the shared denoiser only; orders with a denoiser of their own are a line of their own."""
-    chosen = [r for r in RECORDS if r.split == "new-numbers"]
-    shown = {line.label: [r.score for r in line.records] for line in lines(chosen)}
-    assert set(shown) == {"IID", "top probability", "learned, frozen", "learned, joint"}
-    assert 0.45 in shown["top probability"]
-    assert len(shown["top probability"]) == 3
-    assert shown["learned, joint"] == [0.3]
+    """Rules on the shared denoiser, of the adaptive ones the best two; an order has one point per budget."""
+    rules = ("threshold:0.9", 0.7), ("factor:1", 0.8), ("eb:0.1", 0.6)
+    chosen = [r for r in RECORDS if r.split == "new-numbers"] + [record(rule, None, score=s) for rule, s in rules]
+    shown = {series.label: series.means("score") for series in rule_series(chosen)}
+    assert list(shown) == ["IID", "top probability", "factor:1", "threshold:0.9"]
+    assert shown["top probability"] == [0.44, 0.45, 0.5], "by their steps, without the one on another denoiser"
+    orders = {series.label: series.means("score") for series in order_series(chosen)}
+    assert orders == {"learned, frozen, sampled": [pytest.approx(0.474), 0.575], "learned, joint, sampled": [0.3]}
+    (axes,) = plot(chosen).axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [*shown, *orders]
+    assert not axes.texts, "nothing is written into the plot, where it would overprint the points"
 
 
 def test_rules_of_one_order_are_not_mixed_up(folder):
@@ -201,30 +214,28 @@ def test_rules_of_one_order_are_not_mixed_up(folder):
     append_jsonl(folder / "small" / "gains.jsonl", [gain(score=0.2, seed_gains=[-0.25, -0.25], **other)])
     (study,) = read_results(folder)
     found = rows(tables([study], "plots"))
-    own = [row for row in found if "learned(deterministic)" in row[0] and len(row) == 10]
+    own = [row for row in found if "greedy" in row[0] and len(row) == 10]
     assert [row[5] for row in own] == ["20.0", "20.0", "**20.0**"]
     assert [row[-1] for row in own[:2]] == ["-25.0", "-25.0"]
-    assert [row[-1] for row in found if row[:3] == ["frozen", "5", "0"]] == ["+3.4"]
-    shown = {line.label: len(line.records) for line in lines([r for r in study.records if r.split == "new-numbers"])}
-    assert (shown["learned, frozen"], shown["learned(deterministic), frozen"]) == (3, 2)
+    assert [row[-1] for row in found if row[:3] == ["frozen, sampled", "5", "0"]] == ["+3.4"]
+    shown = {series.label: series.means("score") for series in order_series(study.records)}
+    assert shown["learned, frozen, greedy"] == [pytest.approx(0.2)]
+    assert shown["learned, frozen, sampled"] == [pytest.approx(0.474), 0.575]
 
 
-def test_only_what_is_between_the_marks_is_replaced(folder, tmp_path, call, refused):  # noqa: F811
-    page = tmp_path / "docs" / "results.md"
-    page.parent.mkdir()
-    page.write_text(f"# Mine\n\n{BEGIN}\nold\n{END}\n\nMine too.\n")
+def test_a_page_is_written_again_and_one_by_hand_is_not(folder, tmp_path, call, refused):  # noqa: F811
+    page = tmp_path / "docs" / "tables.md"
     assert call("report", folder, "--markdown", page)[0] == 0
     text = page.read_text()
-    assert text.startswith(f"# Mine\n\n{BEGIN}\n")
-    assert text.endswith(f"{END}\n\nMine too.\n")
-    assert "old" not in text
-    first = {path.name: path.read_bytes() for path in (tmp_path / "docs" / "results").iterdir()}
+    assert text.startswith(f"{BEGIN}\n\n# ")
+    first = {path.name: path.read_bytes() for path in (tmp_path / "docs" / "tables").iterdir()}
     assert set(first) == {"small-new-numbers.svg", "small-test.svg"}
+    page.write_text(f"{BEGIN}\nold\n")
     assert call("report", folder, "--markdown", page)[0] == 0
     assert page.read_text() == text
-    assert {path.name: path.read_bytes() for path in (tmp_path / "docs" / "results").iterdir()} == first
+    assert {path.name: path.read_bytes() for path in (tmp_path / "docs" / "tables").iterdir()} == first
     page.write_text("# Mine\n")
-    assert "needs the line" in refused("report", folder, "--markdown", page)
+    assert "was not written by this command: give another page" in refused("report", folder, "--markdown", page)
     assert page.read_text() == "# Mine\n"
 
 
@@ -242,15 +253,9 @@ def test_bad_folders(folder, tmp_path, refused):  # noqa: F811
     assert not page.exists()
 
 
-def test_a_page_that_is_not_there_is_begun(folder, tmp_path):
-    write_page(tmp_path / "new.md", folder)
-    assert (tmp_path / "new.md").read_text().startswith(f"# Results\n\n{BEGIN}\n\n")
-
-
 @pytest.mark.skipif(not (ROOT / "results" / "gsm8k").is_dir(), reason="no records yet")
 def test_the_committed_page_is_made_from_the_committed_records():
-    page = (ROOT / "docs" / "results.md").read_text()
-    made = page[page.index(BEGIN) + len(BEGIN) : page.index(END)]
-    assert made.strip() == tables(read_results(ROOT / "results" / "gsm8k"), "results").strip(), (
-        "run `unmask report results/gsm8k --markdown docs/results.md`"
+    folder = ROOT / "results" / "gsm8k"
+    assert (folder / "tables.md").read_text() == tables(read_results(folder), "tables"), (
+        "run `unmask report results/gsm8k --markdown results/gsm8k/tables.md`"
     )

@@ -347,12 +347,12 @@ def report(
     ] = None,
     markdown: Annotated[
         Path | None,
-        typer.Option(help="Write the tables and plots of the studies in a folder of records into this page instead."),
+        typer.Option(help="Write all tables and plots of a folder of records to this Markdown page instead."),
     ] = None,
 ) -> None:
     """Draw the results of one or more runs as one self-contained HTML page.
 
-    With --markdown, the records that `unmask reproduce` left in OUT/results become part of a Markdown page.
+    With --markdown, the records that `unmask reproduce` left in OUT/results become a Markdown page.
     """
     if markdown is not None:
         from unmask.results_page import write_page

@@ -1,34 +1,54 @@
-"""Records of studies -> the tables and plots of a Markdown page.
+"""Records of studies -> a Markdown page with all their tables, and their plots in a folder beside it.
 
-FOLDER/STUDY.jsonl and FOLDER/STUDY/ are what `unmask reproduce` leaves.  What is made of them replaces the part of the
-page between two marks; everything else on the page is the author's.
+FOLDER/STUDY.jsonl and FOLDER/STUDY/ are what `unmask reproduce` leaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import cycle
 from pathlib import Path
-from typing import NamedTuple
+from statistics import mean
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from unmask.comparison import PLAIN_RULES, SAME, Gain
 from unmask.evaluation import Record
 from unmask.jsonl import ResultsError, read_jsonl
-from unmask.report import Line, plot, read_records, svg, told_apart
+from unmask.report import LEARNED_COLOURS, LINES, colours_of, read_records, svg, told_apart
 from unmask.reproduction import Done, read_done
 
-BEGIN = "<!-- made by `unmask report`: changes between these marks are lost -->"
-END = "<!-- end of what `unmask report` made -->"
-RULES = {"iid": "IID", "top-prob": "top probability"}  # how the page calls them; the others by their own names
-LEGEND = (
-    "Accuracy in percent. An order is compared with a rule at the same mean number of steps, the rule's "
-    "score interpolated linearly between its own nearest numbers of steps; a rule that takes fewer steps than the "
-    "order even at its largest budget here counts with those. *Best of three*: the best of IID, top "
-    "probability and margin there, chosen after the fact, which favours it. The interval of a gain is a 95% bootstrap "
-    "over problems and, where there are several, orders; that of an accuracy is Wilson's. *Flexible* takes the last "
-    "number for the answer; everything else is strict (`#### number`). *Frozen*: every rule runs on the very denoiser "
-    "that the order was learned on. *Joint*: the order's denoiser learned along, and the rules run on the denoiser "
-    "from before, plainly trained on as many further sequences."
-)
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BEGIN = "<!-- Written by `unmask report --markdown`: do not edit. -->"
+NAMES = {  # what the page calls them; other rules have their own names
+    "iid": "IID",
+    "top-prob": "top probability",
+    "learned": "sampled",
+    "learned(deterministic)": "greedy",
+}
+LEGEND = """\
+Accuracy in percent, with Wilson's 95% interval.
+
+- *Gain*: of an order over a rule at the same mean number of steps, the rule's score interpolated linearly between its
+  own nearest numbers of steps. Where a rule takes fewer steps than the order even at its largest budget here, its score
+  at that budget counts. The 95% interval is a bootstrap over problems and, where there are several, orders.
+- *Best of three*: the best of IID, top probability and margin there, chosen after the fact, which favours it.
+- *Greedy*, *sampled*: how positions are chosen from the selector (`learned(deterministic)` and `learned`).
+- *Frozen*: every rule runs on the denoiser that the order was learned on. *Joint*: the denoiser was trained together
+  with the order, and the rules run on the denoiser from before, trained further on as many sequences.
+- *Flexible* takes the last number for the answer; everything else is strict (`#### number`).
+- The plots show IID, top probability, margin and the two best other rules, and the mean over seeds of each order, its
+  budgets T from left to right."""
+# One per kind of order: frozen and joint in colours of their own, greedy filled and sampled hollow.
+ORDER_LOOKS: list[dict[str, Any]] = [
+    {"color": LEARNED_COLOURS[0], "marker": "*", "markersize": 12},
+    {"color": LEARNED_COLOURS[0], "marker": "^", "markersize": 7, "markerfacecolor": "white"},
+    {"color": LEARNED_COLOURS[1], "marker": "D", "markersize": 6},
+    {"color": LEARNED_COLOURS[1], "marker": "s", "markersize": 6, "markerfacecolor": "white"},
+]
 
 
 class Results(NamedTuple):
@@ -64,25 +84,21 @@ def read_results(folder: Path) -> list[Results]:
 
 
 def write_page(page: Path, folder: Path) -> None:
-    """Write the tables into the page, and the plots into a folder of the page's name beside it."""
+    """Write the tables to the page, and the plots to a folder of the page's name beside it."""
     studies = read_results(folder)
-    text = page.read_text() if page.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
-        raise ResultsError(
-            f"{page} needs the line `{BEGIN}` and, below it, the line `{END}`: what is between is replaced"
-        )
-    before, after = text[: text.index(BEGIN)], text[text.index(END) :]
+    if page.exists() and not page.read_text(errors="replace").startswith(BEGIN):
+        raise ResultsError(f"{page} was not written by this command: give another page, such as {folder / 'tables.md'}")
     plots = page.with_suffix("")
     plots.mkdir(parents=True, exist_ok=True)
     for results in studies:
         for part in _parts(results):
-            (plots / part.plot).write_text(svg(plot(lines(part.records))) + "\n")
-    page.write_text(f"{before}{BEGIN}\n\n{tables(studies, plots.name)}\n{after}")
+            (plots / part.plot).write_text(svg(plot(part.records)) + "\n")
+    page.write_text(tables(studies, plots.name))
 
 
 def tables(studies: Sequence[Results], plots: str) -> str:
-    """All that stands between the marks; `plots` is the folder that the pictures are in."""
-    parts = [LEGEND]
+    """The whole page; `plots` is the folder that the pictures are in."""
+    parts = [BEGIN, "# Results: all tables", LEGEND]
     for results in studies:
         for title, picture, records in _parts(results):
             first = records[0]
@@ -195,7 +211,7 @@ def _rivals(gains: Sequence[Gain]) -> Rows:
 
 
 def _heuristics(records: Sequence[Record]) -> Iterable[Rows]:
-    """The rules on each denoiser, a column a budget."""
+    """The rules on each denoiser, one column per budget."""
     plain = [record for record in records if record.trained_budget is None]
     for denoiser in dict.fromkeys(record.denoiser for record in plain):
         own = [record for record in plain if record.denoiser == denoiser]
@@ -233,7 +249,7 @@ def _times(done: Sequence[Done]) -> str:
         for name, attempts in totals.items()
     ]
     rows.append(["**all**", "", "", f"**{wall_seconds(done) / 60:.1f}**", ""])
-    note = "Wall time. Where several commands ran at once, the rows overlap, and add up to more than the last one."
+    note = "Wall time. Where several commands ran at once, the rows overlap and add up to more than the last one."
     table = _table(["stage", "commands", "at once, at most", "minutes", "hardware"], rows)
     return f"{note}\n\n{table}" if any(attempt.jobs > 1 for attempt in done) else table
 
@@ -261,7 +277,7 @@ def _gain(gain: Gain) -> str:
 
 
 def _called(rule: str) -> str:
-    return RULES.get(rule, rule)
+    return NAMES.get(rule, rule)
 
 
 def _rule_place(rule: str) -> int:
@@ -275,8 +291,7 @@ def _is_joint(order: Record | Gain) -> bool:
 
 
 def _kind(order: Record | Gain) -> str:
-    kind = "joint" if _is_joint(order) else "frozen"
-    return kind if order.policy == "learned" else f"{kind}, {order.policy}"
+    return f"{'joint' if _is_joint(order) else 'frozen'}, {_called(order.policy)}"
 
 
 def _group(order: Record | Gain) -> tuple[object, ...]:
@@ -291,25 +306,81 @@ def _place(order: Record | Gain) -> tuple[int | str, ...]:
 
 
 def _denoisers(records: Sequence[Record]) -> str:
-    """Which weights the rules ran on, and on which the orders wrote."""
+    """Which weights the rules ran on, and which ones the joint orders use."""
     rules = dict.fromkeys(record.denoiser for record in records if record.trained_budget is None)
     joint = dict.fromkeys(r.denoiser for r in records if r.trained_budget is not None and _is_joint(r))
     said = f"rules on {', '.join(f'`{name[:6]}`' for name in rules)}" if rules else "no rule was evaluated"
-    return said + (f"; joint orders wrote with {', '.join(f'`{name[:6]}`' for name in joint)}" if joint else "")
+    return said + (f"; joint orders use {', '.join(f'`{name[:6]}`' for name in joint)}" if joint else "")
 
 
 # --- plots ------------------------------------------------------------------------------------------------------------
 
 
-def lines(records: Sequence[Record]) -> list[Line]:
-    """A line a rule on the denoiser that most orders share, points for the orders, frozen and joint apart."""
-    learned = [record for record in records if record.trained_budget is not None]
-    plain = [record for record in records if record.trained_budget is None]
-    shared = [r for r in plain if not learned or r.denoiser in {o.denoiser for o in learned}] or plain
-    found = []
-    for rule in sorted({record.policy for record in shared}):
-        found.append(Line(_called(rule), [record for record in shared if record.policy == rule]))
-    for rule, joint in sorted({(record.policy, _is_joint(record)) for record in learned}):
-        own = [record for record in learned if (record.policy, _is_joint(record)) == (rule, joint)]
-        found.append(Line(f"{rule}, {'joint' if joint else 'frozen'}", own))
-    return found
+class Series(NamedTuple):
+    """What a plot shows of one rule or one kind of order: points of one record per seed."""
+
+    label: str
+    points: list[list[Record]]
+
+    def means(self, field: str) -> list[float]:
+        """The mean over seeds at each point."""
+        return [mean(getattr(record, field) for record in point) for point in self.points]
+
+
+def rule_series(records: Sequence[Record]) -> list[Series]:
+    """The paper's three rules and the two others with the highest score, on the denoiser that most orders share."""
+    learned = {record.denoiser for record in records if record.trained_budget is not None}
+    plain = sorted((record for record in records if record.trained_budget is None), key=lambda r: r.mean_steps)
+    shared = [record for record in plain if record.denoiser in learned] or plain
+    best = {rule: max(r.score for r in shared if r.policy == rule) for rule in {r.policy for r in shared}}
+    others = sorted(set(best) - set(PLAIN_RULES), key=lambda rule: (-best[rule], rule))[:2]
+    rules = [rule for rule in (*PLAIN_RULES, *others) if rule in best]
+    return [Series(_called(rule), [[r] for r in shared if r.policy == rule]) for rule in rules]
+
+
+def order_series(records: Sequence[Record]) -> list[Series]:
+    """One per kind of order, one point per budget."""
+    points: dict[str, dict[object, list[Record]]] = {}
+    for record in sorted((r for r in records if r.trained_budget is not None), key=lambda r: (_kind(r), *_place(r))):
+        points.setdefault(_kind(record), {}).setdefault(_group(record), []).append(record)
+    return [Series(f"learned, {kind}", list(groups.values())) for kind, groups in points.items()]
+
+
+def plot(records: Sequence[Record]) -> Figure:
+    """Accuracy against mean steps: rules as lines, orders as large marks, the legend beside them."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import to_rgba
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator
+
+    figure = Figure(figsize=(9.0, 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+
+    def draw(series: Series, color: str, **look: Any) -> None:
+        scores, low, high = (100 * np.array(series.means(field)) for field in ("score", "ci_low", "ci_high"))
+        errors = np.maximum(0.0, [scores - low, high - scores])
+        axes.errorbar(
+            *(series.means("mean_steps"), scores, errors),
+            label=series.label,
+            color=color,
+            ecolor=to_rgba(color, 0.35),
+            **look,
+        )
+
+    rules = {series.points[0][0].policy: series for series in rule_series(records)}
+    colours = colours_of(list(rules))
+    for policy, series in rules.items():
+        draw(series, colours[policy], linestyle=LINES.get(policy, "-"), marker="o", markersize=3.5)
+    for series, look in zip(order_series(records), cycle(ORDER_LOOKS), strict=False):
+        draw(series, linestyle="none", zorder=3, **look)
+    axes.set_xlabel("mean steps per sequence")
+    axes.set_ylabel("solved, %")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator([1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 36, 72]))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.grid(color="#e5e7eb", linewidth=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
