@@ -37,6 +37,7 @@ def outcome(mutant: Mutant) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+        (Path(folder) / "recipes").symlink_to(ROOT / "recipes")  # which the package looks for beside src
         path = source / "unmask" / mutant.file
         text = path.read_text() if path.exists() else ""
         if text.count(mutant.text) != 1:

@@ -1,26 +1,35 @@
 """What the documentation shows runs."""
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 
 import unmask
-from unmask.cli import main
+from unmask.cli import UsageError, app, main
 
 ROOT = Path(__file__).parents[1]
-GUIDE = (ROOT / "docs" / "guide.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.S)
+PAGES = {page.stem: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+BLOCKS = {name: re.findall(r"```python\n(.*?)```", text, flags=re.S) for name, text in PAGES.items()}
+COMMANDS = [  # the lines of the blocks without a language
+    line
+    for text in PAGES.values()
+    for block in re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.S | re.M)
+    if not block[0]
+    for line in block[1].splitlines()
+]
 
 
 def test_a_task_of_your_own(tmp_path, monkeypatch, capsys):
-    """The guide's task, from a file in the current folder, through the guide's commands on a tiny recipe."""
-    (tmp_path / "palindromes.py").write_text(BLOCKS[0])
+    """The tutorial's task, from a file in the current folder, through its commands on a tiny recipe."""
+    (tmp_path / "palindromes.py").write_text(BLOCKS["tutorial"][0])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    shown = re.search(r"```\n(unmask train groups.*?)```", GUIDE, flags=re.S)
+    shown = re.search(r"```\n(unmask train groups.*?)```", PAGES["tutorial"], flags=re.S)
     assert shown is not None
     commands = [line.removeprefix("unmask ") for line in shown.group(1).strip().splitlines()]
     assert len(commands) == 4
@@ -31,21 +40,24 @@ def test_a_task_of_your_own(tmp_path, monkeypatch, capsys):
             main(command.split())
         assert not done.value.code, capsys.readouterr().err
     assert "palindromes" in (tmp_path / "runs" / "palindromes" / "report.html").read_text()
-    assert len(BLOCKS[0].strip().splitlines()) <= 45
+    assert len(BLOCKS["tutorial"][0].strip().splitlines()) <= 45
 
 
-def test_generation_as_the_guide_shows_it(tmp_path, monkeypatch):
+def test_generation_as_the_tutorial_shows_it(tmp_path, monkeypatch):
     task = unmask.make_task("groups")
     recipe = unmask.load_recipe("groups", ["denoise.updates=1", "order.updates=1", "order.denoiser_rate=0.0"])
     unmask.train(recipe, tmp_path / "runs" / "demo", cpu=True)
     monkeypatch.chdir(tmp_path)
     shown: dict = {}
-    exec(BLOCKS[1], shown)
+    exec(BLOCKS["README"][0], shown)
+    assert (shown["out"].num_steps <= 2).all()
+    _, generation, composition, own_rule, _ = BLOCKS["tutorial"]
+    exec(generation, shown)
     learned = shown["out"]
     assert learned.tokens.shape == (8, task.length)
     assert (learned.num_steps <= 2).all()
     assert torch.equal(learned.num_passes, learned.num_steps)
-    exec(BLOCKS[2], shown)  # composed rules, token choice and an engine go on from there
+    exec(composition, shown)
     rules, several = shown["rules"], shown["out"]
     block = rules.parse_policy("blocks(4,stochastic(margin,0.5))")
     assert rules.Blocks(4, rules.Stochastic(rules.Margin(), 0.5)) == block
@@ -53,7 +65,7 @@ def test_generation_as_the_guide_shows_it(tmp_path, monkeypatch):
     assert several.attention.sum(-1).tolist() == [16, 12, 9]
     assert several.num_steps.tolist() == [4, 4, 4]
     assert several.memory_bytes > 0
-    exec(BLOCKS[3], shown)  # and so does a rule of your own
+    exec(own_rule, shown)
     own, rule, canvas = shown["out"], shown["Clear"], shown["canvas"]
     assert own is not learned
     assert (own.tokens < shown["mask"]).all()
@@ -67,31 +79,55 @@ def test_generation_as_the_guide_shows_it(tmp_path, monkeypatch):
     assert (at_once.num_steps == 1).all()
 
 
-def test_checking_a_variant_as_the_guide_shows_it():
+def test_checking_a_variant_as_the_tutorial_shows_it():
     shown = {
         "denoiser": lambda x: torch.zeros(*x.shape, 2, dtype=torch.float64).log_softmax(-1),
         "selector": lambda x, t: torch.zeros(x.shape, dtype=torch.float64),
         "scorer": lambda x: torch.linspace(0, 1, x.shape[1], dtype=torch.float64).expand(len(x), -1),
         "x0": torch.tensor([0, 1, 1]),
     }
-    exec(BLOCKS[4], shown)
+    exec(BLOCKS["tutorial"][4], shown)
     assert shown["model"].vocab_size == 2
 
 
-def test_a_causal_language_model_as_the_guide_shows_it(tmp_path, monkeypatch):
+def test_a_causal_language_model_as_its_page_shows_it(tmp_path, monkeypatch):
     pytest.importorskip("transformers", reason="pip install 'unmask[pretrained]'")
     from tests.models.test_adaptation import TEXTS, save, tiny
 
     save(tiny(), tmp_path / "models" / "llama")
     monkeypatch.chdir(tmp_path)
     shown = {"texts": TEXTS}
-    exec(BLOCKS[5], shown)
+    exec(BLOCKS["pretrained"][0], shown)
     model = unmask.OrderModel.from_pretrained("runs/llama")
     assert model.config.shift
     assert shown["causal"].tokenizer.token_to_id("zy") is not None
     assert model.tokenizer.token_to_id("zy") is None  # no text has it
     assert model.tokenizer.encode("2 + 2 = [MASK]").ids[-1] == model.denoiser.mask_token_id
-    assert len(BLOCKS) == 6, "every block of the guide is run"
+
+
+def test_every_block_is_run_by_a_test_above():
+    found = {name: len(blocks) for name, blocks in BLOCKS.items() if blocks}
+    assert found == {"README": 1, "tutorial": 5, "pretrained": 1}
+
+
+def test_every_command_exists_with_its_options():
+    """Parsed, not run: a command or an option that is gone is a usage error."""
+    for line in COMMANDS:
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["python"]:
+            assert (ROOT / words[1]).exists(), line
+        if "unmask" in words:
+            parse(words[words.index("unmask") + 1 :])
+    with pytest.raises(UsageError):
+        parse(["evaluate", "RUN", "--no-such-option"])
+
+
+def parse(words):
+    command, context = get_command(app), None
+    while hasattr(command, "commands"):
+        context = command.make_context("unmask", words[:1], parent=context, resilient_parsing=True)
+        command, words = command.resolve_command(context, words[:1])[1], words[1:]
+    command.make_context(command.name, words, parent=context)
 
 
 def test_every_file_that_the_documentation_names_exists():

@@ -142,12 +142,12 @@ def test_truncated_weights_are_refused(folder, kept):
     assert "model.safetensors is damaged" in refused(folder)
 
 
-def test_a_flipped_bit_in_the_header_of_the_weights_is_refused(folder):
-    """Whatever the bit hits: the header's length, its JSON, a name, a shape, an offset."""
+def test_a_flipped_bit_in_the_file_of_the_weights_is_refused(folder):
+    """Whatever the bit hits: the header's length, its JSON, a name, a shape, an offset, a weight."""
     path = folder / "model.safetensors"
     intact = path.read_bytes()
     header = 8 + int.from_bytes(intact[:8], "little")
-    for place in range(0, header, 41):
+    for place in [*range(0, header, 41), header, len(intact) - 1]:
         damaged = bytearray(intact)
         damaged[place] ^= 1 << (place % 8)
         path.write_bytes(damaged)

@@ -186,6 +186,8 @@ def free_values(*args, **options):
     [
         # a number and an earlier result of the same value: whatever the result came from stays, too
         ("Of 30 men 20 leave and 10 women and 5 boys come.", ["30-20=10", "10+10=20", "20+5=25"], ["5"]),
+        # such a number stays even if another equation uses it and nothing else
+        ("10 women have 7 bags each, of 30 men 20 leave.", ["10*7=70", "30-20=10", "10+70=80"], ["7"]),
         # two results of the same value that mean different things
         ("20 reds less 5, 32 blues less 17, 7 more.", ["20-5=15", "32-17=15", "15+7=22"], ["7"]),
         # two results of the same meaning are one

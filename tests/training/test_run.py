@@ -392,9 +392,18 @@ def test_an_order_that_cannot_be_gone_on_with(base, tmp_path, overrides, expecte
         recipe(base, f"init={base / 'frozen'}", "order.from_init=true")
 
 
-def test_an_earlier_denoiser_trained_on(base, tmp_path):
+def test_an_earlier_denoiser_trained_on(base, tmp_path, monkeypatch):
+    """On other examples than those that it was first trained on."""
+    stages = []
+
+    def spy(name, index, *rest, **hook):
+        stages.append(index)
+        return run_stage(name, index, *rest, **hook)
+
+    monkeypatch.setattr(run_module, "run_stage", spy)
     wanted = without(recipe(base, f"init={base / 'frozen'}"), model=ModelRecipe(), order=None)
     model = train(wanted, tmp_path / "run", cpu=True)
+    assert stages == [3]
     assert not same(weights(model.denoiser), weights(OrderModel.from_pretrained(base / "frozen").denoiser))
     assert model.selector is None
 

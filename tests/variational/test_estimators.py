@@ -185,3 +185,7 @@ def test_moving_average_follows_each_time_by_itself():
     assert baseline(2 * values, t)[:, 0].tolist() == [-2.0, -5.0, -5.0]
     baseline.fold()
     assert baseline(values, t)[:, 0].tolist() == [-3.0, -7.5, -7.5]
+    baseline.fold()
+    baseline(values[:1], t[:1])
+    baseline.fold()
+    assert baseline.mean.tolist() == [-2.25, 0.0, -6.25], "a time that does not occur keeps its average"
