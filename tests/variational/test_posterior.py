@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from tests.statistics import assert_follows
+from unmask.variational import posterior
 from unmask.variational.enumeration import enumerate_trajectories
 from unmask.variational.posterior import (
+    STEPS_AT_ONCE,
     Trajectories,
     log1mexp,
     log_prob,
@@ -107,6 +109,34 @@ def test_log_prob_is_the_sum_over_steps_and_masks():
                 slow += math.log(q) if reveal_time[n] == s else math.log(1 - q)
             masked -= {n for n in masked if reveal_time[n] == s}
         assert fast[i].item() == pytest.approx(slow, abs=1e-9)
+
+
+def test_log_prob_in_chunks_of_steps_is_the_same(monkeypatch):
+    """Value and gradient, over every trajectory that Q can draw."""
+    budget, t, response = 6, torch.tensor([1]), all_response(SCORES)
+    drawn = enumerate_trajectories(SCORES, response, 1, budget, 0.3)
+    weights = torch.rand(drawn.masked.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = []
+    for steps_at_once in (budget, 2):
+        monkeypatch.setattr(posterior, "STEPS_AT_ONCE", steps_at_once)
+        scores = SCORES[None].clone().requires_grad_()
+        value = log_prob(scores, response[None], t, budget, 0.3, drawn)
+        (value[0] @ weights).backward()
+        found.append(torch.cat([value[0].detach(), scores.grad[0]]))
+    assert torch.allclose(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_the_graph_of_log_prob_does_not_grow_with_the_budget():
+    kept = []
+    for budget in (STEPS_AT_ONCE + 1, 4 * STEPS_AT_ONCE):
+        reveal_time = torch.arange(64).view(1, 2, 32) % (budget - 1) + 1
+        drawn = Trajectories(reveal_time, torch.zeros(1, 2, 32, dtype=torch.bool))
+        scores = torch.linspace(0, 1, 32)[None].requires_grad_()
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x.nbytes), lambda x: x):
+            log_prob(scores, torch.ones(1, 32, dtype=torch.bool), torch.tensor([0]), budget, 0.05, drawn)
+        kept.append(sum(saved))
+    assert kept[1] <= kept[0]
 
 
 def test_samples_follow_log_prob():

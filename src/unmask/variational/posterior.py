@@ -12,11 +12,14 @@ The arg-max of the masked scores has q = 1 exactly, so every step reveals at lea
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+STEPS_AT_ONCE = 16  # of log Q: the steps that the graph holds; the usual budgets need no more
 _NEVER = -1  # reveal time of a position that is still masked when its trajectory ends
 
 
@@ -89,11 +92,26 @@ def log_prob(
 ) -> Tensor:
     """log Q(x_{>=t+1} | x_0) [B, k], differentiable in the scores.
 
-    All steps at once: position n enters step s masked if it was revealed at s or later in the process, or never.
+    At most STEPS_AT_ONCE steps at once.  A larger budget is summed over chunks of them, which the backward pass computes
+    again, so that no more than one chunk is in memory: about 800 bytes for each trajectory and position, whatever T.
+    A compiled program fuses all steps instead, and needs about 10 bytes for each step, trajectory and position.
     """
     steps = torch.arange(budget - 1, 0, -1, device=scores.device)  # [S]: s = T-1, ..., 1
+    if len(steps) <= STEPS_AT_ONCE or torch.compiler.is_compiling():
+        return _log_prob_of_steps(steps, scores, response, t, tau, trajectories.reveal_time)
+    run = partial(checkpoint, _log_prob_of_steps, use_reentrant=False, preserve_rng_state=False)
+    chunks = [run(chunk, scores, response, t, tau, trajectories.reveal_time) for chunk in steps.split(STEPS_AT_ONCE)]
+    return torch.stack(chunks).sum(0)
+
+
+def _log_prob_of_steps(
+    steps: Tensor, scores: Tensor, response: Tensor, t: Tensor, tau: float, reveal_time: Tensor
+) -> Tensor:
+    """The share of the steps [S] in log Q [B, k]; about 50 bytes for each step, trajectory and position with the graph.
+
+    All at once: position n enters step s masked if it was revealed at s or later in the process, or never.
+    """
     s = steps[:, None, None, None]
-    reveal_time = trajectories.reveal_time  # [B, k, N]
     active = (s > t[:, None, None]) & response[:, None]  # [S, B, 1, N]
     masked = (reveal_time <= s) & active  # [S, B, k, N]
     revealed = reveal_time == s
