@@ -1,7 +1,8 @@
 """The two objectives, as modules: sequences in, a loss to minimise and named numbers out.
 
 Legend: B sequences, k trajectories, L positions, N response positions of a sequence, V tokens.
-Losses are in nats a response token.
+Losses are in nats per response token: the mean over sequences of -bound / N, with each sequence's own N.  Every sequence
+counts alike; where lengths differ, the gradient is not that of the mean bound, in which every token counts alike.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ class OrderObjective(nn.Module):
         return Walked(scores, examples.response, t, drawn, *asked)
 
     def scores(self, examples: Examples) -> Tensor:
-        """alpha [B, L]: one pass, whatever k and t."""
+        """alpha [B, L]: one pass of the scorer, whatever k and t; a teacher adds up to T - 1 of the denoiser."""
         assert self.model.scorer is not None
         examples, layout = placed(examples, self.model)
         scores: Tensor = self.model.scorer(examples.tokens, layout, self._start(examples) if self.teacher else None)

@@ -38,7 +38,7 @@ class TinyModel(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """A distribution over states at every time: `probabilities` [T+1, M], row t the law of x_t, over `states`."""
+    """A distribution over M states at every time: `probabilities` [T+1, M], row t the law of x_t."""
 
     probabilities: Tensor
     masked: Tensor  # [M, N] bool: which positions each state leaves masked

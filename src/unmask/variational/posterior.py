@@ -3,7 +3,7 @@
 Legend: B sequences, k trajectories of each, N positions, S steps; `masked` is True where x_{t+1} holds the mask token.
 Every tensor of positions may run over a whole canvas [.., L]: prompt and padding are simply never masked.
 
-    alpha = scores(x_0) in [0, 1]                                              one pass over the clean sequence
+    alpha = scores(x_0) in [0, 1]                                              a function of the clean sequence
     q^{t,n} = exp((alpha_n - max_{m masked} alpha_m) / tau)                    where n is masked, else 0
     log Q(x_{>=t+1} | x_0) = sum_{s=t+1}^{T-1} sum_{n masked at s} log Bern(r_s^n; q^{s,n})
 
@@ -92,8 +92,8 @@ def log_prob(
 ) -> Tensor:
     """log Q(x_{>=t+1} | x_0) [B, k], differentiable in the scores.
 
-    At most STEPS_AT_ONCE steps at once.  A larger budget is summed over chunks of them, which the backward pass computes
-    again, so that no more than one chunk is in memory: about 800 bytes for each trajectory and position, whatever T.
+    At most STEPS_AT_ONCE steps at once.  A larger budget is summed over chunks, which the backward pass computes again,
+    so that no more than one chunk is in memory: about 800 bytes for each trajectory and position, whatever T.
     A compiled program fuses all steps instead, and needs about 10 bytes for each step, trajectory and position.
     """
     steps = torch.arange(budget - 1, 0, -1, device=scores.device)  # [S]: s = T-1, ..., 1

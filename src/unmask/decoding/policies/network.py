@@ -56,8 +56,10 @@ class NetworkPolicy(Policy):
 class Learned(NetworkPolicy):
     """r ~ P_psi(r_t | x_{t+1}) with t = S - 1 - i, where S is a budget that the selector was trained for (ours).
 
-    `nonempty`: drawn from the product conditioned on r != 0, exactly the model of the bound.
-    `bernoulli`: r_n ~ Bern(p_n); where none is selected, the most probable position, and the result counts it.
+    `nonempty`: drawn from the product conditioned on r != 0.  With tokens drawn from the denoiser's own distribution
+    (token temperature 1, no top-k, top-p or guidance) this is exactly the model of the bound; greedy tokens are not.
+    `bernoulli`: r_n ~ Bern(p_n); where none is selected, the most probable position, and the result counts it (the
+    model of the bound reveals nothing then).
 
     Knobs that need no retraining; with any of them set, it is no longer the model of the bound:
     temperature divides the logits, floor is the least p_n, cap the most reveals a step (the most probable of those
