@@ -45,7 +45,8 @@ class Knowing(nn.Module):
         self.logits_of = nn.functional.one_hot(tokens, len(task.vocabulary)).double() * 20
 
     def hidden(self, tokens, attention=None):
-        return self.logits_of.expand(len(tokens), -1, -1)
+        padding = 0 if attention is None else int((~attention).sum())  # on the left in the task, on the right here
+        return self.logits_of.roll(-padding, 0).expand(len(tokens), -1, -1)
 
     def logits(self, hidden):
         return hidden

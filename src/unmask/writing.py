@@ -75,11 +75,13 @@ def write(
         **vars(choice),
     )
     text = getattr(task, "text", None)  # with it the question is shown as one, and the tokens are those of the response
-    shown = truth.response[0] if text else out.attention[0]
-    frames, when = [], torch.full_like(out.tokens[0], PROMPT)
-    for i, (before, after) in enumerate(pairwise([*watched.passes, out.tokens[0]])):
+    here = out.attention[0]
+    shown = truth.response[0] if text else here
+    canvases = [seen[: here.sum()] for seen in watched.passes] + [out.tokens[0][here]]  # without padding
+    frames, when = [], torch.full_like(canvases[0], PROMPT)
+    for i, (before, after) in enumerate(pairwise(canvases)):
         when = torch.where((before == mask) & (after != mask), i, when)
-        frames.append(spans(task, after[shown].tolist(), when[shown].tolist()))
+        frames.append(spans(task, after[shown[here]].tolist(), when[shown[here]].tolist()))
     prompt = truth.attention[0] & ~truth.response[0]
     return Writing(
         example,

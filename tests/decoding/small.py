@@ -208,7 +208,7 @@ def histories(denoiser: Recorded, out: Generation, batch_size: int | None = None
     for seen in denoiser.passes[::passes]:
         assert len(seen) == len(batch), "rows that the batch should not hold, or too few"
         for row, canvas in zip(batch, seen, strict=True):
-            seen_of[row].append(canvas[out.attention[row]])
+            seen_of[row].append(canvas[: out.attention[row].sum()])  # the denoiser sees padding on the right
         stays = [len(seen_of[row]) < out.num_steps[row] for row in batch]
         batch = [row if stay else waiting.pop(0) if waiting else None for row, stay in zip(batch, stays, strict=True)]
         batch = [row for row in batch if row is not None]

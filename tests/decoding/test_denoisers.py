@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from tests.decoding.small import PROMPTS, all_results, results, small_denoiser
 from unmask.decoding.generate import generate
@@ -102,6 +103,52 @@ def test_the_mask_is_never_written(name, mask, choice):
         assert torch.equal(out.tokens, torch.tensor(others)[expected.tokens]), "as a head without it"
         assert torch.equal(out.reveal_step, expected.reveal_step)
         assert torch.equal(out.revisions, expected.revisions)
+
+
+# --- positions that count from the left -------------------------------------------------------------------------------
+
+
+class Bert(nn.Module):
+    """As people wrap it: absolute positions from 0 on, whatever is padding."""
+
+    mask_token_id = 5
+
+    def __init__(self):
+        super().__init__()
+        bert = pytest.importorskip("transformers", reason="pip install 'unmask[pretrained]'")
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+        config = bert.BertConfig(vocab_size=8, max_position_embeddings=18, **sizes)
+        self.model = bert.BertForMaskedLM(config).double().eval().requires_grad_(False)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.model.parameters():
+            parameter.normal_(std=0.8, generator=generator)
+
+    def hidden(self, tokens, attention=None):
+        return self.model.bert(tokens, attention_mask=attention).last_hidden_state
+
+    def logits(self, hidden):
+        return self.model.cls(hidden)
+
+
+@pytest.mark.parametrize("name", ["top-prob", "p2"])
+def test_absolute_positions_are_those_of_the_sequence_alone(name):
+    """Next to longer prompts, and with padding of the caller's own on either side or in between."""
+    denoiser, policy = Bert(), parse_policy(name)
+    prompts = [torch.tensor([1, 5, 5, 2]), torch.tensor([5, 5, 5, 3, 5, 5, 7, 5, 5]), torch.tensor([5, 0, 5, 5, 6, 5])]
+
+    def alike(prompts, **options):
+        return all_results(generate(denoiser, prompts, policy, 3, temperature=1.0, **options))
+
+    alone = [alike(prompt[None], ids=[row])[0] for row, prompt in enumerate(prompts)]
+    assert alike(prompts) == alone
+    for side in ("left", "right"):
+        canvas, attention = (
+            pad_sequence(each, batch_first=True, padding_side=side)
+            for each in (prompts, [torch.ones_like(prompt) for prompt in prompts])
+        )
+        assert alike(canvas, attention=attention) == alone
+    between = torch.stack([attention, torch.zeros_like(attention)], dim=-1).flatten(1)
+    assert alike(canvas.repeat_interleave(2, dim=1), attention=between) == alone
 
 
 # --- training before and after ----------------------------------------------------------------------------------------

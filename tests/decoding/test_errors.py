@@ -1,6 +1,9 @@
 """Bad input is named in one line."""
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from tests.decoding.small import (
     small_selector,
 )
 from unmask.decoding.generate import Engine, generate
-from unmask.decoding.policies import IID, Learned, parse_policy
+from unmask.decoding.policies import IID, Decision, Learned, Policy, Step, parse_policy
 from unmask.models.networks import Selector, SelectorConfig
 
 DENOISER = small_denoiser()
@@ -39,6 +42,8 @@ def test_an_empty_response_is_named():
     refused("prompt 1 has an empty response", torch.stack([PROMPTS[0], full, PROMPTS[1]]), IID(), 3)
     refused("prompt 2 has an empty response", [PROMPTS[0], PROMPTS[1], full[:2]], IID(), 3)
     refused("prompt 1 has an empty response", [PROMPTS[0], full[:0]], IID(), 3)
+    refused("prompt 0 has an empty response", PROMPTS[:, :0], IID(), 3)
+    refused("prompt 0 has an empty response", [[], []], IID(), 3)
 
 
 def test_masks_on_padding_are_no_response():
@@ -127,8 +132,9 @@ def test_ids_that_are_no_whole_numbers(ids, got):
         ([["a", "b"]], "a prompt must be whole numbers, got list"),
         ([[1, None]], "a prompt must be whole numbers, got list"),
         ("write a poem", "a prompt must be whole numbers, got str"),
-        (torch.tensor([[1, MASK], [-2, MASK]]), "prompts hold token ids, got -2"),
-        ([[1, MASK], [-1, MASK, MASK]], "prompts hold token ids, got -1"),
+        (torch.tensor([[1, MASK], [-2, MASK]]), "prompts hold token ids from 0 to 11, got -2"),
+        ([[1, MASK], [-1, MASK, MASK]], "prompts hold token ids from 0 to 11, got -1"),
+        ([[1, MASK], [MASK + 1, MASK, MASK]], "prompts hold token ids from 0 to 11, got 12"),
     ],
     ids=lambda value: "" if torch.is_tensor(value) else str(value),
 )
@@ -180,6 +186,11 @@ def test_whole_numbers_of_every_kind(kind):
         ({"temperature": 1.0, "top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
         ({"temperature": 1.0, "top_k": -2}, "top_k must be 0 (all tokens) or more, got -2"),
         ({"guidance": -0.1}, "guidance must not be negative and must be finite, got -0.1"),
+        ({"temperature": None}, "temperature must be a number, got None"),
+        ({"temperature": "1"}, "temperature must be a number, got '1'"),
+        ({"temperature": 1.0, "top_p": None}, "top_p must be a number, got None"),
+        ({"temperature": 1.0, "top_k": "5"}, "top_k must be a whole number, got '5'"),
+        ({"guidance": "strong"}, "guidance must be a number, got 'strong'"),
         ({"min_length": 4}, "give eos_token_id"),
         ({"stop_at_eos": True}, "give eos_token_id"),
     ],
@@ -212,6 +223,105 @@ def test_a_selector_of_another_width(name):
     config = SelectorConfig(width=8, layers=1, heads=2, budgets=(3,))
     policy = parse_policy(name, Selector(config, denoiser_width=12).double())
     refused("12", PROMPTS, policy, 3)
+
+
+# --- denoisers and rules of others ------------------------------------------------------------------------------------
+
+
+def changed(**methods):
+    """The denoiser with other methods, and without those that are None."""
+    given = {
+        "mask_token_id": MASK,
+        "hidden": lambda self, tokens, attention=None: DENOISER.hidden(tokens, attention),
+        "logits": lambda self, hidden: DENOISER.logits(hidden),
+    }
+    return type("Other", (), {name: value for name, value in {**given, **methods}.items() if value is not None})()
+
+
+NEEDS = "a denoiser needs mask_token_id, hidden(tokens, attention) and logits(hidden); Other has no "
+OTHERS = {
+    "no mask": ({"mask_token_id": None}, NEEDS + "mask_token_id"),
+    "no hidden": ({"hidden": None}, NEEDS + "hidden"),
+    "no logits": ({"logits": None}, NEEDS + "logits"),
+    "a mask that is no id": (
+        {"mask_token_id": "[MASK]"},
+        "the denoiser's mask_token_id must be a whole number from 0 on, got '[MASK]'",
+    ),
+    "hidden states of another shape": (
+        {"hidden": lambda self, tokens, attention=None: DENOISER.hidden(tokens)[0]},
+        "the denoiser's `hidden` must be [B, L, D] from tokens [B, L], got [4, 16]",
+    ),
+    "hidden states in a tuple": (
+        {"hidden": lambda self, tokens, attention=None: (DENOISER.hidden(tokens),)},
+        "the denoiser's `hidden` must be [B, L, D] from tokens [B, L], got a tuple",
+    ),
+    "logits without a position": (
+        {"logits": lambda self, hidden: DENOISER.logits(hidden)[0]},
+        "the denoiser's `logits` must be [M, V] from hidden states [M, D], got [11] for M = 1",
+    ),
+    "logits of one position for all": (
+        {"logits": lambda self, hidden: DENOISER.logits(hidden)[:1]},
+        "the denoiser's `logits` must be [M, V] from hidden states [M, D], got [1, 11] for M = 4 and V = 11",
+    ),
+    "ids that it does not know": (
+        {"hidden": lambda self, tokens, attention=None: torch.zeros(5, 16)[tokens]},
+        "its vocabulary must hold ids up to 11, its context 4 positions",
+    ),
+}
+
+
+@pytest.mark.parametrize(("methods", "message"), OTHERS.values(), ids=OTHERS)
+def test_a_denoiser_that_is_none(methods, message):
+    """A chunk of fixed shapes is four positions too."""
+    for fixed_shapes in (False, True):
+        refused(message, PROMPTS, IID(), 1, denoiser=changed(**methods), fixed_shapes=fixed_shapes)
+
+
+@dataclass(frozen=True)
+class Answers(Policy):
+    """Whatever it is told to."""
+
+    short = "answers"
+    answer: Callable[[Step], Any]
+    reads: Any = frozenset()
+
+    def decide(self, step):
+        return self.answer(step)
+
+
+RULES_OF_OTHERS = {
+    "a tensor": ((lambda step: step.masked,), "answers must answer with a Decision(reveal=...), not with a Tensor"),
+    "nothing": ((lambda step: None,), "answers must answer with a Decision(reveal=...), not with a NoneType"),
+    "numbers": (
+        (lambda step: Decision(step.masked.long()),),
+        "answers must reveal by booleans [2, 4], got torch.int64 [2, 4]",
+    ),
+    "one row": ((lambda step: Decision(step.masked[0]),), "answers must reveal by booleans [2, 4], got torch.bool [4]"),
+    "reads is forgotten": (
+        (lambda step: Decision(step.said["margin"] > 0.5),),
+        "answers looks at step.said['margin']: it must declare this in `reads`",
+    ),
+    "reads something else": (
+        (lambda step: Decision(step.log_c("max") > -1), {"margin"}),
+        "answers looks at step.said['log_top']: it must declare this in `reads`",
+    ),
+    "reads is no set": ((lambda step: None, None), "answers: `reads` must be a set of names, got None"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), RULES_OF_OTHERS.values(), ids=RULES_OF_OTHERS)
+def test_a_rule_that_is_none(arguments, message):
+    for fixed_shapes in (False, True):
+        refused(message, PROMPTS, Answers(*arguments), 3, fixed_shapes=fixed_shapes)
+
+
+@pytest.mark.parametrize("name", ["iid", "top-prob", "entropy"])
+def test_large_logits_are_sound(name):
+    """Eight of 1e38 are beyond float32; each of them is a number."""
+    large = changed(logits=lambda self, hidden: 1e38 * DENOISER.logits(hidden).float().sign())
+    for max_steps, fixed_shapes in ((1, False), (2, False), (2, True)):
+        out = generate(large, torch.full((2, 8), MASK), parse_policy(name), max_steps, fixed_shapes=fixed_shapes)
+        assert (out.tokens < MASK).all()
 
 
 # --- logits that are not finite ---------------------------------------------------------------------------------------

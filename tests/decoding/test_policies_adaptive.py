@@ -215,23 +215,22 @@ def next_table(rng, weights):
 @both_confidences
 @pytest.mark.parametrize(("tau", "eps", "h"), [(0.9, 0.01, 2), (0.9, 0.01, 1), (0.5, 0.002, 3), (0.0, 1e-9, 2)])
 def test_klass(tau, eps, h, confidence):
-    """Pass after pass, rows at different steps; a row that is full begins anew at i = 0, as a block does."""
+    """Pass after pass, rows at different steps; a row that is full begins anew at i = 0, its history goes on."""
     rng, L = random.Random(5), 7
     policy = KLStable(tau, eps, h, confidence=confidence)
     rows = [replace(random_row(rng, L), i=0, S=rng.randint(2, 8), parts=KLASS_PARTS) for _ in range(100)]
-    passes = [[] for _ in rows]  # since i = 0: [pass][position][token]
+    passes = [[] for _ in rows]  # [pass][position][token]
     memory, by_stability, by_count = policy.remember(len(rows), L, torch.device("cpu")), 0, 0
     for _ in range(16):
         for row, history in zip(rows, passes, strict=True):
             if row.i == 0:
                 row.masked, row.tokens = list(row.response), [0] * L
-                history.clear()
             row.weights = [next_table(rng, history[-1][n] if history else None) for n in range(L)]
             row.proposal = [rng.randrange(3) for _ in range(L)]
             history.append(row.weights)
         step = case_of(rows).step
-        step.said["change"] = tensor(  # before the second pass there is nothing to compare with: 0, the trap
-            [[kl(seen[-1][n], seen[-2][n]) if len(seen) > 1 else 0.0 for n in range(L)] for seen in passes]
+        step.said["change"] = tensor(  # before the second pass there is nothing to compare with
+            [[kl(seen[-1][n], seen[-2][n]) if len(seen) > 1 else math.inf for n in range(L)] for seen in passes]
         )
         decision = policy.decide(replace(step, memory=memory))
         memory = decision.memory
@@ -239,7 +238,7 @@ def test_klass(tau, eps, h, confidence):
             stable = {
                 n
                 for n in row.masked
-                if row.i >= h  # pass h + 1 at the earliest
+                if len(history) > h  # pass h + 1 at the earliest
                 and all(kl(history[-j][n], history[-j - 1][n]) < eps for j in range(1, h + 1))
                 and row.c(n, confidence) > tau
             }
@@ -270,13 +269,15 @@ def test_klass_with_nobody_above_tau_counts():
     assert out.reveal_step.tolist() == [[0] * 3 + [1] * 3 + [2] * 2 + [3] * 2]
 
 
-def test_klass_does_not_carry_stability_into_a_block():
-    """Each block is a response of its own: its first pass has none before it, though the masks were seen all along."""
-    out = generate(unmoved(12), torch.full((1, 12), 2), Blocks(4, KLStable(h=1)), 12)
-    assert out.reveal_step.tolist() == [[0, 1, 1, 1, 2, 3, 3, 3, 4, 5, 5, 5]]
+@pytest.mark.parametrize(("h", "steps"), [(1, [0, 1, 1, 1]), (2, [0, 1, 2, 2])])
+def test_klass_carries_its_history_into_the_next_block(h, steps):
+    """The masks of later blocks were compared all along: a block whose masks are stable is written in one pass."""
+    out = generate(unmoved(12), torch.full((1, 12), 2), Blocks(4, KLStable(h=h)), 12)
+    assert out.reveal_step.tolist() == [[*steps, *[h + 1] * 4, *[h + 2] * 4]]
 
 
-def test_klass_of_a_whole_generation():
+@pytest.mark.parametrize("size", [12, 4], ids=["whole", "blocks"])
+def test_klass_of_a_whole_generation(size):
     """With the loop's own bookkeeping: KL(now || the pass before) of each position, which other rows cannot touch."""
     L, h, tau, eps, S = 12, 1, 0.45, 0.05, 12
     denoiser = counting_denoiser(L, seed=3, scale=1.5)
@@ -284,25 +285,34 @@ def test_klass_of_a_whole_generation():
     denoiser = CountingDenoiser(steady)
     responses = [range(12), range(2, 12), [0, 3, 4, 7], range(7)]
     prompts = torch.where(places(responses, L), denoiser.mask_token_id, 0)
-    out = generate(denoiser, prompts, KLStable(tau, eps, h), S)
-    by_stability, late = 0, 0
+    rule = KLStable(tau, eps, h)
+    out = generate(denoiser, prompts, rule if size == L else Blocks(size, rule), S)
+    by_stability, at_the_start_of_a_later_block, late = 0, 0, 0
     for response, steps in zip(responses, out.reveal_step.tolist(), strict=True):
-        masked, before = set(response), None
-        for i in range(S):
-            p = {n: denoiser.p(len(masked), n) for n in masked}
-            stable = set()
-            for n in masked if before else ():
-                change = sum(a * math.log(a / b) for a, b in zip(p[n], before[n], strict=True))
-                assert abs(change - eps) > 1e-9
-                if change < eps and max(p[n]) > tau:
-                    stable.add(n)
-            by_stability, late = by_stability + bool(stable), late + (bool(stable) and i > 2)
-            k = len(response) // S + (1 if i < len(response) % S else 0)
-            chosen = stable or best(lambda n, p=p: max(p[n]), masked, k)
-            chosen = masked if i == S - 1 else chosen
-            assert {n for n in response if steps[n] == i} == chosen
-            masked, before = masked - chosen, p
+        masked, before, i, b = set(response), None, 0, math.ceil(len(response) / size)
+        for block in range(b):
+            inside = set(list(response)[block * size : (block + 1) * size])
+            own = S // b + (block < S % b)
+            for own_i in range(own):
+                left = masked & inside
+                if not left:
+                    break
+                p = {n: denoiser.p(len(masked), n) for n in masked}
+                stable = set()
+                for n in left if before else ():
+                    change = sum(a * math.log(a / b) for a, b in zip(p[n], before[n], strict=True))
+                    assert abs(change - eps) > 1e-9
+                    if change < eps and max(p[n]) > tau:
+                        stable.add(n)
+                by_stability, late = by_stability + bool(stable), late + (bool(stable) and i > 2)
+                at_the_start_of_a_later_block += bool(stable) and own_i == 0
+                k = len(inside) // own + (own_i < len(inside) % own)
+                chosen = stable or best(lambda n, p=p: max(p[n]), left, k)
+                chosen = left if own_i == own - 1 else chosen
+                assert {n for n in response if steps[n] == i} == chosen
+                masked, before, i = masked - chosen, p, i + 1
     assert by_stability > late > 3
+    assert (at_the_start_of_a_later_block > 0) == (size < L)
 
 
 # --- equal up to rounding is equal ------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ class Canvas:
     slot: Tensor  # [b]: its place in the batch, for what the loop keeps beside the canvas
     live: Tensor  # [b] bool: False where a batch of fixed size has nothing to do any more
     tokens: Tensor  # [b, L]
-    attention: Tensor | None  # [b, L] bool: False on padding; None: no padding anywhere
+    column: Tensor  # [b, L]: where each position stands in the prompts, which may have padding anywhere
+    attention: Tensor | None  # [b, L] bool: False on padding, which is on the right; None: no padding anywhere
     position: Tensor  # [b, L]: names a draw, whatever the padding
     response: Tensor  # [b, L] bool: what is written
     place: Tensor  # [b, L]: which response position each one is, from 0
@@ -54,16 +55,25 @@ class Canvas:
 
 
 def blank_canvas(
-    prompts: Tensor | Sequence[Tensor], attention: Tensor | None, ids: Tensor | None, mask_token_id: int
+    prompts: Tensor | Sequence[Tensor],
+    attention: Tensor | None,
+    ids: Tensor | None,
+    mask_token_id: int,
+    num_tokens: int | None = None,  # ids from here on do not exist; None: not known
 ) -> Canvas:
-    """Prompts as a canvas; those of different lengths are padded on the left."""
+    """Prompts as a canvas, with padding on the right: a denoiser that counts positions from the left, as BERT does,
+    then gives every sequence those that it has alone."""
     tokens, attended = _rectangle(prompts, attention, mask_token_id)
+    column = attended.long().argsort(dim=-1, descending=True, stable=True)  # what is no padding comes first, in order
+    tokens, attended = tokens.gather(-1, column), attended.gather(-1, column)
     B, device = len(tokens), tokens.device
     ids = torch.arange(B, device=device) if ids is None else _whole_numbers(ids, "ids").to(device)
     if ids.shape != (B,):
         raise ValueError(f"ids must be one number for each of the {B} prompts, got shape {list(ids.shape)}")
-    if tokens.min() < 0:
-        raise ValueError(f"prompts hold token ids, got {int(tokens.min())}")
+    outside = tokens < 0 if num_tokens is None else (tokens < 0) | (tokens >= num_tokens)
+    if outside.any():
+        known = "on" if num_tokens is None else f"to {num_tokens - 1}"
+        raise ValueError(f"prompts hold token ids from 0 {known}, got {int(tokens[outside][0])}")
     response = (tokens == mask_token_id) & attended
     num_response = response.sum(-1)
     if not num_response.all():
@@ -76,6 +86,7 @@ def blank_canvas(
         slot=rows.clone(),
         live=torch.ones_like(rows, dtype=torch.bool),
         tokens=tokens,
+        column=column,
         attention=None if attended.all() else attended,
         position=attended.long().cumsum(-1) - 1,
         response=response,

@@ -19,7 +19,7 @@ class Confidence(TypedDict, total=False):
     entropy: Tensor  # nats
     log_proposal: Tensor  # log p(x) of the token proposed here
     log_current: Tensor  # log p of the token that stands here
-    change: Tensor  # KL(p now || p at the previous pass), nats
+    change: Tensor  # KL(p now || p at the previous pass), nats; inf at a sequence's first pass
 
 
 FEATURES = frozenset({"log_top", "margin", "entropy"})  # what the selector reads

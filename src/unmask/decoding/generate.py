@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -53,6 +53,7 @@ def generate(
     min_length: int = 0,
     stop_at_eos: bool = False,
     batch_size: int | None = None,
+    fixed_shapes: bool = False,
     compile: bool = False,
     on_finished: Callable[[int], None] = lambda sequences: None,
 ) -> Generation:
@@ -60,17 +61,28 @@ def generate(
 
     prompts: [B, L] with the mask token wherever something is to be written (any set of positions), or a list of such
         sequences of different lengths, which are padded on the left.
-    ids: [B], what names a sequence's random stream; by default its place in `prompts`.  A sequence's result depends on
-        itself, its id and the seed, never on the batch around it.
-    attention: [B, L] bool, False on padding; only with a [B, L] tensor of prompts.
+    ids: [B], what names a sequence's random stream; by default its place in `prompts`.
+    attention: [B, L] bool, False on padding; only with a [B, L] tensor of prompts.  The denoiser always sees padding on
+        the right.
     temperature ... stop_at_eos: see `TokenChoice`.
     batch_size: of more prompts than this, the next one enters as soon as one is finished.
+    fixed_shapes: every pass has `batch_size` rows, idle ones included, and every projection the same number of
+        positions.
     compile: fixed shapes, torch.compile, and CUDA graphs on a GPU; worth its minute of compilation for many sequences.
         To call it again and again, keep an `Engine`.
     on_finished: called with the number of sequences that have just been finished.
+
+    What a sequence's result depends on: its tokens, its id and the seed.  Its random draws never depend on the batch.
+    The denoiser's numbers do in their last bits, since matrix products round differently in different shapes: where two
+    positions or tokens tie exactly, or nearly, the batch can decide between them.  With fixed shapes it cannot: results
+    are the same bit for bit, alone and in any batch, for the same `batch_size`, the same L, and padding in both calls
+    or in neither.  (Eagerly this library's own networks leave padding out of their products; with padding they are
+    exact only if compiled.)
     """
     choice = TokenChoice(temperature, top_p, top_k, guidance, eos_token_id, min_length, stop_at_eos)
-    engine = Engine(denoiser, policy, max_steps, choice, batch_size=batch_size, compile=compile)
+    engine = Engine(
+        denoiser, policy, max_steps, choice, batch_size=batch_size, fixed_shapes=fixed_shapes, compile=compile
+    )
     return engine.generate(prompts, seed=seed, ids=ids, attention=attention, on_finished=on_finished)
 
 
@@ -85,17 +97,25 @@ class Engine:
         choice: TokenChoice | None = None,
         *,
         batch_size: int | None = None,
+        fixed_shapes: bool = False,
         compile: bool = False,
     ) -> None:
+        if missing := [name for name in ("mask_token_id", "hidden", "logits") if not hasattr(denoiser, name)]:
+            needed = "mask_token_id, hidden(tokens, attention) and logits(hidden)"
+            raise ValueError(f"a denoiser needs {needed}; {type(denoiser).__name__} has no {missing[0]}")
+        _whole_number("the denoiser's mask_token_id", denoiser.mask_token_id, 0)
         if not isinstance(policy, Policy):
             raise ValueError(f"policy must be a rule such as unmask.policies.Margin(), got {policy!r}")
         max_steps = _whole_number("max_steps", max_steps, 1)
         batch_size = None if batch_size is None else _whole_number("batch_size", batch_size, 1)
+        if not isinstance(policy.reads, Set):
+            raise ValueError(f"{policy.short}: `reads` must be a set of names, got {policy.reads!r}")
         if unknown := policy.reads - Confidence.__annotations__.keys():
             known = ", ".join(Confidence.__annotations__)
             raise ValueError(f"{policy.name} reads {', '.join(sorted(unknown))}; a rule can read {known}")
         self.denoiser, self.policy, self.max_steps = denoiser, policy, max_steps
-        self.choice, self.batch_size, self.compile = choice or TokenChoice(), batch_size, compile
+        self.choice, self.batch_size = choice or TokenChoice(), batch_size
+        self.fixed_shapes, self.compile = fixed_shapes or compile, compile
         self._kept: tuple[Stepper, Canvas] | None = None
 
     def generate(
@@ -126,7 +146,8 @@ class Engine:
         attention: Tensor | None,
         on_finished: Callable[[int], None],
     ) -> Generation:
-        whole = blank_canvas(prompts, attention, ids, self.denoiser.mask_token_id)
+        mask, size = self.denoiser.mask_token_id, getattr(self.denoiser, "vocab_size", None)
+        whole = blank_canvas(prompts, attention, ids, mask, None if size is None else max(size, mask + 1))
         self.policy.check(self.max_steps, whole.num_response)
         sizes, total = whole.num_response.tolist(), len(whole)
         stepper, active = self._start(whole, seed)
@@ -160,18 +181,20 @@ class Engine:
                 self._clear_memory(entering)
                 active.put(slots[: len(fresh)], entering)
             active.live[slots[len(fresh) :]] = False
-            if not self.compile and len(fresh) < len(done):  # and where none is waiting, finished rows leave the batch
+            if not self.fixed_shapes and len(fresh) < len(done):  # and where none is waiting, finished rows leave
                 active = active.take(active.live.nonzero()[:, 0])
                 steps = [step for step, row in zip(steps, rows, strict=True) if row is not None]
                 rows = [row for row in rows if row is not None]
+        attended = torch.ones_like(whole.response) if whole.attention is None else whole.attention
+        positions = whole.column.argsort(-1)  # [B, L]: where each place of the prompts stands in the canvas
         return Generation(
-            tokens=whole.tokens,
-            reveal_step=whole.reveal_step,
-            revisions=whole.revisions,
+            tokens=whole.tokens.gather(-1, positions),
+            reveal_step=whole.reveal_step.gather(-1, positions),
+            revisions=whole.revisions.gather(-1, positions),
             num_steps=whole.index,
             num_passes=whole.index * stepper.passes,
             nothing_selected=whole.nothing_selected,
-            attention=torch.ones_like(whole.response) if whole.attention is None else whole.attention,
+            attention=attended.gather(-1, positions),
             num_forwards=forwards,
             memory_bytes=kept,
         )
@@ -182,7 +205,7 @@ class Engine:
         active = whole
         if len(whole) > size:
             active = whole.take(slice(size))
-        elif self.compile and len(whole) < size:  # fixed shapes: the rows that are missing idle
+        elif self.fixed_shapes and len(whole) < size:  # the rows that are missing idle
             active = whole.take(torch.arange(size, device=whole.row.device).clamp(max=len(whole) - 1))
             active.live[len(whole) :], active.masked[len(whole) :] = False, False
         self._clear_memory(active)
@@ -192,10 +215,11 @@ class Engine:
             kept.put(slice(None), active)
             active = kept
         else:
-            if self.compile:  # what it compiles for must outlast this call
+            if self.fixed_shapes:  # written in place, and what is compiled for it outlasts this call
                 active = active.take(slice(None))
                 active.slot = torch.arange(size, device=active.slot.device)
-            stepper = Stepper(self.denoiser, self.policy, self.max_steps, self.choice, active, longest, self.compile)
+            settings = self.denoiser, self.policy, self.max_steps, self.choice
+            stepper = Stepper(*settings, active, longest, self.fixed_shapes, self.compile)
             self._kept = (stepper, active) if self.compile else None
         stepper.seed.fill_(streams.signed(seed))
         return stepper, active

@@ -1,8 +1,9 @@
 """One step of a canvas: the denoiser's pass, the projection where somebody reads it, the rule's decision, the writing.
 
 The same code runs in two ways.  Eagerly, shapes follow the work: finished rows have left, and only the positions that
-are read are projected.  Static, shapes stand still: the batch keeps its size, positions come in whole chunks, the
-pieces go through torch.compile, and on a GPU a whole step is one CUDA graph, one for each number of chunks.
+are read are projected.  Static, shapes stand still: the batch keeps its size and positions come in whole chunks, and so
+products round alike whatever is in the batch.  Compiled, the static pieces go through torch.compile, and on a GPU a
+whole step is one CUDA graph, one for each number of chunks.
 
 A small model decodes as fast as its host can launch kernels, so the eager step is thrifty with them: what the host
 knows (which step a row is at) is not computed on the device, and the device is waited for twice a step: for the
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from unmask import streams
 from unmask.decoding.canvas import Canvas
-from unmask.decoding.confidence import confidence, log_probabilities
+from unmask.decoding.confidence import Confidence, confidence, log_probabilities
 from unmask.decoding.policies.rule import Decision, Policy, Step
 from unmask.decoding.tokens import TokenChoice
 from unmask.variational.posterior import full_precision
@@ -31,11 +32,15 @@ from unmask.variational.posterior import full_precision
 CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
 AHEAD = 1 << 22  # uniforms drawn for the steps to come
 NOTHING: frozenset[str] = frozenset()
+_LOGITS = "the denoiser's `logits` must be [M, V] from hidden states [M, D]"
 _FINITE = ("log_top", "log_proposal", "margin", "entropy", "peak")  # readings that are finite if the logits are sound
 
 
 class Denoiser(Protocol):
-    """What generation asks of a model.  `logits` gives the mask token no mass."""
+    """What generation asks of a model.  `logits` gives the mask token no mass.
+
+    Where it has a `vocab_size` too, ids that are neither below it nor below the mask's are refused before any pass.
+    """
 
     @property
     def mask_token_id(self) -> int: ...
@@ -67,8 +72,10 @@ class Stepper:
         canvas: Canvas,
         longest: int,  # of all responses to come
         static: bool,
+        compile: bool,  # only what is static
     ) -> None:
-        self.denoiser, self.policy, self.choice, self.static = denoiser, policy, choice, static
+        self.denoiser, self.policy, self.choice = denoiser, policy, choice
+        self.static, self.compile = static, compile
         self.passes = 2 if choice.guidance else 1  # of the denoiser a step
         device = canvas.tokens.device
         self.last, self.budget = max_steps - 1, torch.tensor(max_steps, device=device)
@@ -84,7 +91,7 @@ class Stepper:
         self.peaks: tuple[Tensor, Tensor] | None = None  # places and largest logits [m], where no more was read
         self.turn, self.drawn_at, self.drawn = 0, 0, torch.empty(0, 0)  # uniforms [b, turns, L + 1] from a turn on
         self.trunk, self.locate, self.read, self.settle = denoiser.hidden, self._locate, self._read_into, self._settle
-        if static:
+        if compile:
             # Every rule is a program of its own; beyond the limit (8) torch would silently run it eagerly.
             torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
             compiled = partial(torch.compile, dynamic=False)
@@ -102,9 +109,9 @@ class Stepper:
             self._eager_step(canvas, all_last=min(steps) == self.last, any_last=max(steps) == self.last)
         else:
             if not self.chunk:
-                self._measure(self.trunk(canvas.tokens, canvas.attention))
+                self._measure(self._hidden(canvas, canvas.tokens))
             chunks = -(-to_read // self.chunk)
-            if canvas.tokens.is_cuda:
+            if self.compile and canvas.tokens.is_cuda:
                 self._replay(canvas, chunks)
             else:
                 self._static_step(canvas, chunks)
@@ -199,23 +206,46 @@ class Stepper:
 
     def _passes(self, canvas: Canvas) -> tuple[Tensor, Tensor | None]:
         """Hidden states [b, L, D] of the canvas, and for guidance those of the canvas with its prompt masked."""
-        hidden = self.trunk(canvas.tokens, canvas.attention)
+        hidden = self._hidden(canvas, canvas.tokens)
         if not self.choice.guidance:
             return hidden, None
         no_prompt = torch.where(canvas.response, canvas.tokens, self.denoiser.mask_token_id)
-        return hidden, self.trunk(no_prompt, canvas.attention)
+        return hidden, self._hidden(canvas, no_prompt)
+
+    def _hidden(self, canvas: Canvas, tokens: Tensor) -> Tensor:
+        try:
+            return self.trunk(tokens, canvas.attention)
+        except IndexError as error:  # from a table of embeddings
+            raise ValueError(
+                "the denoiser cannot look these tokens up: its vocabulary must hold ids up to "
+                f"{int(tokens.max())}, its context {self.length} positions"
+            ) from error
+
+    def _logits(self, hidden: Tensor, at: Tensor) -> Tensor:
+        """[m, V] at the places `at` [m] of the flattened canvas, from hidden states [b, L, D]."""
+        logits = self.denoiser.logits(hidden.flatten(0, 1).index_select(0, at))
+        if logits.shape != (len(at), self.vocab_size):
+            raise ValueError(f"{_LOGITS}, got {_shape(logits)} for M = {len(at)} and V = {self.vocab_size}")
+        return logits
 
     def _measure(self, hidden: Tensor) -> None:
         """Everything that depends on the vocabulary."""
+        if not torch.is_tensor(hidden) or hidden.ndim != 3 or hidden.shape[1] != self.length:
+            raise ValueError(f"the denoiser's `hidden` must be [B, L, D] from tokens [B, L], got {_shape(hidden)}")
         probe, eos, mask = self.denoiser.logits(hidden[0, :1]), self.choice.eos_token_id, self.denoiser.mask_token_id
-        V, device = probe.shape[-1], probe.device
+        if not torch.is_tensor(probe) or probe.ndim != 2 or len(probe) != 1:
+            raise ValueError(f"{_LOGITS}, got {_shape(probe)} for M = 1")
+        self.vocab_size = V = probe.shape[-1]
+        device = probe.device
         if eos is not None and (not 0 <= eos < V or eos == mask):
             raise ValueError(f"eos_token_id {eos} is not one of the {V} tokens that the denoiser writes")
         self.masks_itself = mask < V  # then the mask token is one of the head's, and must never be written
         self.mask = torch.tensor([mask], device=device)
         self.score_dtype = torch.promote_types(probe.dtype, torch.float32)
         numbers = CHUNK.get(device.type, CHUNK["cuda"]) // (4 if self.choice.temperature else 1)  # sampling: float64
-        self.chunk = max(1, min(numbers // V, self.batch * self.longest))
+        self.chunk = max(1, numbers // V)
+        if self.static:  # of the same shape whatever the responses; half a canvas, so that less is filled up
+            self.chunk = min(self.chunk, -(-self.batch * self.length // 2))
         if "change" in self.wanted:
             self.previous = torch.zeros(self.batch, self.longest, V, dtype=self.score_dtype, device=device)
 
@@ -231,12 +261,9 @@ class Stepper:
     ) -> Reading:
         """Proposal and confidence at the places `at` [m] of the flattened canvas."""
         choice = self.choice
-        logits = self.denoiser.logits(hidden.flatten(0, 1).index_select(0, at))  # [m, V]
+        logits = self._logits(hidden, at)
         if unguided is not None:
-            base, logits = (
-                full_precision(self.denoiser.logits(unguided.flatten(0, 1).index_select(0, at))),
-                full_precision(logits),
-            )
+            base, logits = full_precision(self._logits(unguided, at)), full_precision(logits)
             guided = base + (1 + choice.guidance) * (logits - base)
             logits = torch.where(base == -torch.inf, logits, guided)  # a token that is impossible without the prompt
         if choice.min_length:
@@ -295,21 +322,31 @@ class Stepper:
 
     def _decide(self, canvas: Canvas, last: Tensor | None, **seen: Any) -> Decision:
         """The rule's answer, with the last step's certainty in it."""
-        decision = self.policy.decide(
-            Step(
-                index=canvas.index,
-                max_steps=self.budget.expand_as(canvas.index),
-                tokens=canvas.tokens,
-                masked=canvas.masked,
-                response=canvas.response,
-                num_response=canvas.num_response,
-                attention=canvas.attention,
-                uniforms=partial(self._uniforms, canvas),
-                memory=canvas.memory,
-                log_reveal=canvas.log_reveal,
-                **seen,
-            )
+        step = Step(
+            index=canvas.index,
+            max_steps=self.budget.expand_as(canvas.index),
+            tokens=canvas.tokens,
+            masked=canvas.masked,
+            response=canvas.response,
+            num_response=canvas.num_response,
+            attention=canvas.attention,
+            uniforms=partial(self._uniforms, canvas),
+            memory=canvas.memory,
+            log_reveal=canvas.log_reveal,
+            **seen,
         )
+        rule = self.policy.short
+        try:
+            decision = self.policy.decide(step)
+        except KeyError as missing:
+            if missing.args[0] not in Confidence.__annotations__:
+                raise
+            raise ValueError(f"{rule} looks at step.said[{missing}]: it must declare this in `reads`") from None
+        if not isinstance(decision, Decision):
+            raise ValueError(f"{rule} must answer with a Decision(reveal=...), not with a {type(decision).__name__}")
+        if decision.reveal.shape != canvas.masked.shape or decision.reveal.dtype != torch.bool:
+            shape, dtype = _shape(decision.reveal), decision.reveal.dtype
+            raise ValueError(f"{rule} must reveal by booleans {_shape(canvas.masked)}, got {dtype} {shape}")
         reveal = decision.reveal if last is None else decision.reveal | last
         return decision._replace(reveal=canvas.masked & reveal)
 
@@ -355,15 +392,15 @@ class Stepper:
             reveal_step = torch.where(rest, canvas.index[:, None], reveal_step)
             masked = masked & ~rest
             status["stopped"] = stopped
-        # A sum is finite exactly where all of it is.
+        # 0 x is 0 exactly where x is finite, and a sum of zeros cannot overflow.
         if self.peaks is not None:
-            sound = self.peaks[1].sum(dtype=self.score_dtype).expand_as(canvas.index)
+            sound = (0 * self.peaks[1]).sum(dtype=self.score_dtype).expand_as(canvas.index)
         else:
-            sound = next(said[name] for name in _FINITE if name in said).sum(-1)
+            sound = (0 * next(said[name] for name in _FINITE if name in said)).sum(-1)
         status |= {"masks": masked.sum(-1), "logits": sound}
         if decision.scores is not None:
             asked = canvas.masked if last is None else canvas.masked & ~last
-            status["scores"] = torch.where(asked, decision.scores, 0.0).sum(-1)
+            status["scores"] = (0 * torch.where(asked, decision.scores, 0.0)).sum(-1)
         self._set(canvas, "tokens", tokens)
         self._set(canvas, "reveal_step", reveal_step)
         self._set(canvas, "masked", masked)
@@ -397,3 +434,7 @@ class Stepper:
         words = torch.cat([canvas.position, torch.full_like(canvas.position[:, :1], -1)], dim=-1)[:, None]
         ids = canvas.id[:, None, None]
         return streams.uniforms(self.seed, streams.Purpose.REVEAL, steps, ids, words, dtype=torch.float64)
+
+
+def _shape(value: Any) -> str:
+    return str(list(value.shape)) if torch.is_tensor(value) else f"a {type(value).__name__}"

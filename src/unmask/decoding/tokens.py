@@ -7,6 +7,7 @@ top-p come after it and only draw the proposal x_n.  Guidance and a forbidden EO
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ class TokenChoice:
         for name in ("top_k", "min_length"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name} must be a whole number, got {getattr(self, name)!r}")
+        for name in ("temperature", "top_p", "guidance"):
+            if not isinstance(getattr(self, name), Real):
+                raise ValueError(f"{name} must be a number, got {getattr(self, name)!r}")
         if not (self.eos_token_id is None or type(self.eos_token_id) is int):
             raise ValueError(f"eos_token_id must be a whole number, got {self.eos_token_id!r}")
         if not 0 <= self.temperature < float("inf"):

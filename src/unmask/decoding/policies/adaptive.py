@@ -123,6 +123,7 @@ class KLStable(Policy):
     """All masks with c_n > tau and KL(p_n now || p_n at the pass before) < eps at each of the last h passes (KLASS).
 
     No position is stable before pass h + 1.  If there is none: top probability with k_i.
+    Inside `blocks` all masks of the response are compared at every pass, so a new block starts with its history.
     It keeps the last pass's distribution: N x V floats a sequence.
     """
 
@@ -148,8 +149,7 @@ class KLStable(Policy):
 
     def decide(self, step: Step) -> Decision:
         log_c = step.log_c(self.confidence)
-        still = (step.said["change"] < self.eps) & (step.index > 0)[:, None]  # the first pass has none before it
-        stable = torch.where(still, step.memory["stable"] + 1, 0)
+        stable = torch.where(step.said["change"] < self.eps, step.memory["stable"] + 1, 0)
         log_tau = math.log(self.tau) if self.tau else -math.inf
         sure = step.masked & (log_c > log_tau + rounding(log_c)) & (stable >= self.h)
         counted = highest(log_c, step.masked, step.count())

@@ -42,7 +42,8 @@ class Blocks(Policy):
     """A rule inside ceil(N / size) blocks of the response, left to right (LLaDA's semi-autoregressive decoding).
 
     b blocks get S div b steps each, one more for the first S mod b; the rule sees the block as its whole response, with
-    its own i, S and N.  A block that finishes early starts the next at once.
+    its own i, S and N; its memory and what the denoiser said cover all masks.  A block that finishes early starts the
+    next at once.
     """
 
     short = "blocks"
