@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 
 from tests.training.killed import MOMENTS, run_killed
 from tests.training.small import TINY_RECIPE, contents, json_lines
+from unmask import files
 from unmask.cli import main
+from unmask.models import order_model as order_model_module
 from unmask.training import checkpoints as checkpoints_module
-from unmask.training import folder as folder_module
 from unmask.training import loop as loop_module
 from unmask.training import metrics as metrics_module
 from unmask.training import run as run_module
@@ -279,14 +280,16 @@ def test_a_disk_that_takes_nothing_more(base, tmp_path, monkeypatch, fault, wher
     def broken(*arguments, **options):
         raise fault
 
-    def broken_at_the_end(path):
-        if path == run:
+    def broken_at_the_end(folder, *names, **texts):
+        if folder == run and "model.safetensors" in names:
             raise fault
+        list_files(folder, *names, **texts)
 
+    list_files = files.list_files
     module, name, mistake = {
         "checkpoint": (checkpoints_module, "save_file", broken),
-        "stage": (folder_module, "sync_folder", broken),
-        "model": (folder_module, "sync_folder", broken_at_the_end),
+        "stage": (order_model_module, "save_file", broken),
+        "model": (files, "list_files", broken_at_the_end),
     }[where]
     with monkeypatch.context() as patch:
         patch.setattr(module, name, mistake)
@@ -330,8 +333,8 @@ def test_a_line_that_a_crash_cut_off_is_written_again(base, tmp_path, monkeypatc
 def test_metrics_are_on_the_disk_before_a_stage_is_called_finished(base, tmp_path, monkeypatch):
     """Else a machine that goes down then would leave a gap."""
     done = []
-    original, save_stage, finish = metrics_module.sync, run_module.save_stage, run_module.finish
-    monkeypatch.setattr(metrics_module, "sync", lambda path: (done.append(path.name), original(path))[1])
+    original, save_stage, finish = metrics_module.Metrics.sync, run_module.save_stage, run_module.finish
+    monkeypatch.setattr(metrics_module.Metrics, "sync", lambda self: (done.append(self.path.name), original(self))[1])
     monkeypatch.setattr(run_module, "save_stage", lambda *a: (done.append("stage"), save_stage(*a))[1])
     monkeypatch.setattr(run_module, "finish", lambda *a: (done.append("finish"), finish(*a))[1])
     train(recipe(base, "saving.every_updates=0"), tmp_path / "run", cpu=True)

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from tests.training.small import TINY_RECIPE, contents, json_lines, same, weights
+from unmask import files
 from unmask.models.order_model import ModelFolderError, OrderModel
 from unmask.training import run as run_module
 from unmask.training.loop import NonFiniteError, run_stage
@@ -48,7 +49,7 @@ def one_line(error):
 
 # --- the layout -------------------------------------------------------------------------------------------------------
 
-MODEL_FILES = {"config.json", "model.safetensors", "tokenizer.json"}
+MODEL_FILES = {"config.json", "model.safetensors", "tokenizer.json", "manifest.json"}
 
 
 def test_layout_of_a_frozen_run(base):
@@ -565,13 +566,17 @@ def test_a_damaged_recipe_is_refused(base, tmp_path, text):
     (folder / "recipe.json").write_text(text)
     with pytest.raises(RunFolderError) as caught:
         load_run(folder)
+    assert "recipe.json is damaged" in one_line(caught)
+    files.write_listed(folder, "recipe.json", text)  # as another version may write it
+    with pytest.raises(RunFolderError) as caught:
+        load_run(folder)
     assert "recipe.json is missing or damaged" in one_line(caught)
 
 
 def test_a_run_of_another_version_is_refused(base, tmp_path):
     folder = finished(base, tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "format_version": 99}))
+    files.write_listed(folder, "config.json", json.dumps({**config, "format_version": 99}))
     with pytest.raises(ModelFolderError) as caught:
         load_run(folder)
     assert "format version 99" in one_line(caught)
