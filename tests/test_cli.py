@@ -159,7 +159,6 @@ def test_train_never_overwrites_without_force(base, call, refused, run):
     (run / "notes.txt").unlink()
     code, _, _ = call("train", base / "tiny.toml", "--out", run, "--force", "--set", "seed=3")
     assert code == 0
-    assert "notes.txt" not in contents(run)
     assert json.loads((run / "recipe.json").read_text())["seed"] == 3
 
 
@@ -836,6 +835,27 @@ def test_evaluate_bound(call, run):
     assert f"{bound['mdm_bound']:.4f}" in text
     assert "-0.5493" in text, "minus the true entropy, 2 log 3 / 4"
     assert (run / "results.jsonl").read_text() == results
+
+
+def test_a_bound_is_replaced_whole_and_its_damage_is_noticed(call, refused, run, monkeypatch):
+    words = ("evaluate", run, "--bound", "--trajectories", "1", "--examples")
+    assert call(*words, "10")[0] == 0
+    path, whole = run / "bound.json", (run / "bound.json").read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        assert "No space left" in refused(*words, "11")
+    assert path.read_text() == whole
+    path.write_text(whole.replace('"num_examples": 10', '"num_examples": 18'))
+    assert "bound.json is damaged" in refused("report", run)
+
+
+@pytest.mark.parametrize("name", ["results.jsonl", "orders.jsonl", "verdicts.jsonl"])
+def test_evaluate_writes_through_no_link_that_leads_out(refused, run, tmp_path, name):
+    outside = (run / name).rename(tmp_path / name)
+    (run / name).symlink_to(outside)
+    before = contents(tmp_path)
+    assert f"{name} is a link that leads out of its folder" in refused("evaluate", run, "--again", "--examples", "3")
+    assert contents(tmp_path) == before
 
 
 # --- sample -----------------------------------------------------------------------------------------------------------

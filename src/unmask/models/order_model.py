@@ -1,4 +1,4 @@
-"""Denoiser, selector and scorer together, in a folder: config.json, model.safetensors, tokenizer.json, and a manifest."""
+"""Denoiser, selector and scorer together, in a folder: config.json, model.safetensors, tokenizer.json, a manifest."""
 
 from __future__ import annotations
 
