@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
 import os
 import random
 import resource
@@ -27,8 +26,11 @@ from pathlib import Path
 
 import torch
 
+from unmask import files
+from unmask.jsonl import unsealed
 from unmask.training import checkpoints, loop, metrics
 from unmask.training.checkpoints import CheckpointFolder
+from unmask.training.folder import is_finished
 
 RECIPE = """
 threads = 1
@@ -135,8 +137,10 @@ def killed(place: Path, draw: random.Random) -> None:
 
 
 def killed_in_a_checkpoint(place: Path, draw: random.Random) -> None:
-    name, most = draw.choice([("save_file", 6), ("_fingerprint", 12), ("sync", 20), ("sync_folder", 6)])
-    assert child(place, at_call(checkpoints, name, draw.randint(1, most), die())) == -signal.SIGKILL
+    owner, name, most = draw.choice(
+        [(checkpoints, "save_file", 6), (files, "fingerprint", 12), (files, "sync", 20), (files, "write_manifest", 6)]
+    )
+    assert child(place, at_call(owner, name, draw.randint(1, most), die())) == -signal.SIGKILL
 
 
 def terminated(place: Path, draw: random.Random) -> None:
@@ -174,9 +178,8 @@ def refused_write(place: Path, draw: random.Random) -> None:
 
 def no_space(code: int) -> Callable[[Path, random.Random], None]:
     def fault(place: Path, draw: random.Random) -> None:
-        assert (
-            child(place, at_call(checkpoints, draw.choice(["save_file", "sync"]), draw.randint(1, 6), fail(code))) == 2
-        )
+        owner, name = draw.choice([(checkpoints, "save_file"), (files, "sync")])
+        assert child(place, at_call(owner, name, draw.randint(1, 6), fail(code))) == 2
         assert os.strerror(code) in (place / "log").read_text()
 
     return fault
@@ -225,7 +228,7 @@ FAULTS: dict[str, Callable[[Path, random.Random], None]] = {
 
 def outcome(run: Path) -> tuple[list[bytes], list[dict[str, object]]]:
     """The weights and the metrics, without the time that they took."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [unsealed(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     weights = [(run / part / "model.safetensors").read_bytes() for part in (".", "denoiser", "baseline")]
     return weights, [{**line, "seconds": 0} for line in lines]
 
@@ -242,7 +245,7 @@ def try_faults(times: int) -> bool:
             for attempt in range(times):
                 place = new_place(root / "place")
                 fault(place, random.Random(f"{name} {attempt}"))
-                code = 0 if (place / "run" / "config.json").exists() else child(place)
+                code = 0 if is_finished(place / "run") else child(place)
                 recovered += code == 0 and outcome(place / "run") == outcome(alone / "run")
                 most_lost = max(most_lost, len((place / "updates").read_bytes()) - UPDATES)
                 shutil.rmtree(place)

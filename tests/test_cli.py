@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 import unmask
 from tests.test_report import LEARNED, heuristic
 from tests.training.small import TINY_RECIPE, contents, json_lines
-from unmask import cli, evaluation
+from unmask import cli, evaluation, files
 from unmask.cli import main, verdict
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import RULES, Decision, check_policy
@@ -153,10 +153,12 @@ def test_train_never_overwrites_without_force(base, call, refused, run):
     before = contents(run)
     message = refused("train", base / "tiny.toml", "--out", run)
     assert "--force" in message
+    message = refused("train", base / "tiny.toml", "--out", run, "--force")
+    assert f"{run / 'notes.txt'} was not written by unmask" in message
     assert contents(run) == before
+    (run / "notes.txt").unlink()
     code, _, _ = call("train", base / "tiny.toml", "--out", run, "--force", "--set", "seed=3")
     assert code == 0
-    assert "notes.txt" not in contents(run)
     assert json.loads((run / "recipe.json").read_text())["seed"] == 3
 
 
@@ -237,7 +239,7 @@ def test_a_half_written_run(refused, run, command, missing):
 @pytest.mark.parametrize("command", list(READERS.values())[:3], ids=list(READERS)[:3])
 def test_a_run_of_another_version(refused, run, command):
     config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps({**config, "format_version": 99}))
+    files.write_listed(run, "config.json", json.dumps({**config, "format_version": 99}))
     before = contents(run)
     message = refused(command[0], run, *command[1:])
     assert "format version 99" in message
@@ -835,6 +837,27 @@ def test_evaluate_bound(call, run):
     assert (run / "results.jsonl").read_text() == results
 
 
+def test_a_bound_is_replaced_whole_and_its_damage_is_noticed(call, refused, run, monkeypatch):
+    words = ("evaluate", run, "--bound", "--trajectories", "1", "--examples")
+    assert call(*words, "10")[0] == 0
+    path, whole = run / "bound.json", (run / "bound.json").read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sync", lambda path: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        assert "No space left" in refused(*words, "11")
+    assert path.read_text() == whole
+    path.write_text(whole.replace('"num_examples": 10', '"num_examples": 18'))
+    assert "bound.json is damaged" in refused("report", run)
+
+
+@pytest.mark.parametrize("name", ["results.jsonl", "orders.jsonl", "verdicts.jsonl"])
+def test_evaluate_writes_through_no_link_that_leads_out(refused, run, tmp_path, name):
+    outside = (run / name).rename(tmp_path / name)
+    (run / name).symlink_to(outside)
+    before = contents(tmp_path)
+    assert f"{name} is a link that leads out of its folder" in refused("evaluate", run, "--again", "--examples", "3")
+    assert contents(tmp_path) == before
+
+
 # --- sample -----------------------------------------------------------------------------------------------------------
 
 
@@ -948,7 +971,7 @@ def test_report_of_other_tasks_shares_nothing(base, call, tmp_path):
         shutil.copytree(base / "frozen", tmp_path / name)
     recipe = json.loads((tmp_path / "two" / "recipe.json").read_text())
     recipe["task"]["seed"] = 1
-    (tmp_path / "two" / "recipe.json").write_text(json.dumps(recipe))
+    files.write_listed(tmp_path / "two", "recipe.json", json.dumps(recipe))
     assert call("report", tmp_path / "one", tmp_path / "two", "--out", tmp_path / "page.html")[0] == 0
     assert (tmp_path / "page.html").read_text().count("<section>") == 2
 

@@ -15,7 +15,7 @@ from tests.test_cli import call, refused  # noqa: F401
 from tests.test_comparison import learned, result
 from tests.test_report import LEARNED
 from tests.training.small import contents, json_lines
-from unmask import cli
+from unmask import cli, files
 from unmask.comparison import Gain
 from unmask.jsonl import read_jsonl
 from unmask.report import read_records
@@ -298,7 +298,7 @@ def test_a_finished_order_no_longer_needs_its_start(study, tmp_path):
     out, ran = tmp_path / "runs", []
     shutil.copytree(study / "runs" / "frozen-seed1", out / "frozen-seed1")
     recipe = out / "frozen-seed1" / "recipe.json"
-    recipe.write_text(recipe.read_text().replace(str(study / "runs"), str(out)))
+    files.write_listed(recipe.parent, recipe.name, recipe.read_text().replace(str(study / "runs"), str(out)))
     reproduction(study, out, ran).run(["frozen-seed1"])
     assert ran == []
 
@@ -309,7 +309,7 @@ def test_it_goes_on_where_it_stopped(study, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         reproduction(study, out, ran, fail_at=f"train {study / 'order.toml'}").run(["denoiser", "frozen-seed1"])
     (out / "frozen-seed1").mkdir()
-    (out / "frozen-seed1" / "recipe.json").write_text("{}")  # what a training that died leaves
+    files.write_listed(out / "frozen-seed1", "recipe.json", "{}")  # what a training that died leaves
     assert [arguments[0] for arguments in ran] == ["train"]
     reproduction(study, out, ran).run(["denoiser", "frozen-seed1", "new-numbers-dev"])
     assert [arguments[0] for arguments in ran] == ["train", "train", "evaluate", "evaluate", "evaluate"]
@@ -376,7 +376,7 @@ def test_a_changed_model_is_evaluated_anew(study, tmp_path):
     out, ran = tmp_path / "runs", []
     reproduction(study, out).run(["denoiser", "new-numbers-dev"])
     config = out / "denoiser" / "config.json"
-    config.write_text(config.read_text() + "\n")
+    files.write_listed(config.parent, config.name, config.read_text() + "\n")
     reproduction(study, out, ran).run(["denoiser", "new-numbers-dev"])
     assert [arguments[0] for arguments in ran] == ["evaluate"]
 
@@ -384,12 +384,11 @@ def test_a_changed_model_is_evaluated_anew(study, tmp_path):
 def test_a_run_of_another_recipe_is_not_taken(study, tmp_path):
     out = tmp_path / "runs"
     reproduction(study, out).run(["denoiser"])
-    (recipe := out / "denoiser" / "recipe.json").write_text(recipe.read_text().replace('"updates": 2', '"updates": 3'))
+    recipe = (out / "denoiser" / "recipe.json").read_text()
+    files.write_listed(out / "denoiser", "recipe.json", recipe.replace('"updates": 2', '"updates": 3'))
     with pytest.raises(ValueError, match=r"another denoise\.updates: move it away, or give another --out"):
         reproduction(study, out).run(["denoiser"])
-    recipe.write_text(
-        recipe.read_text().replace('"updates": 3', '"updates": 2').replace('"budgets": [', '"budgets": [7,')
-    )
+    files.write_listed(out / "denoiser", "recipe.json", recipe.replace('"budgets": [', '"budgets": [7,'))
     ran = []
     reproduction(study, out, ran).run(["denoiser"])
     assert ran == [], "what it says of its evaluation does not change the model"
@@ -431,6 +430,10 @@ def test_on_the_command_line(study, tmp_path, call, refused):  # noqa: F811
 
 WRONG = {
     "twice": ('name = "joint"', 'name = "frozen"', "two stages are called 'frozen'"),
+    **{
+        f"called {name}": ('name = "joint"', f'name = "{name}"', f"a run cannot be called '{name}'")
+        for name in ("../joint", "..", "a/b", "results")
+    },
     "no such baseline": (
         'baseline = "con',
         'baseline = "dis',

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import random
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from unmask.decoding.generate import Engine
 from unmask.decoding.policies import IID, Learned, TopProbability
 from unmask.decoding.tokens import TokenChoice
 from unmask.evaluation import evaluate
-from unmask.jsonl import ResultsError, append_jsonl, read_jsonl
+from unmask.jsonl import ResultsError, append_jsonl, read_jsonl, unsealed
 from unmask.tasks.groups import Groups
 from unmask.tasks.latin_square import LatinSquare
 from unmask.verdicts import IDENTITY, Asked, Chunk, VerdictFile
@@ -313,8 +314,7 @@ def test_chunks_that_do_not_follow_are_passed_over(tmp_path, monkeypatch, model)
 
 
 def damaged(line, **changes):
-    values = json.loads(line)
-    return json.dumps({**values, **changes})
+    return json.dumps({**unsealed(line), **changes})
 
 
 @pytest.mark.parametrize(
@@ -359,6 +359,20 @@ def test_an_unfinished_line_is_passed_over_and_written_over(tmp_path, end):
     assert [row["number"] for row in read_jsonl(path, Row)] == [1, 2]
     append_jsonl(path, [Row(3)])
     assert [row["number"] for row in read_jsonl(path, Row)] == [1, 2, 3]
+
+
+def test_a_flipped_bit_is_noticed_and_a_line_without_a_checksum_is_read(tmp_path):
+    path, draw = tmp_path / "rows.jsonl", random.Random(0)
+    append_jsonl(path, [Row(1, "a"), Row(22, "b")])
+    whole, rows = path.read_bytes(), read_jsonl(path, Row)
+    for _ in range(200):
+        flipped = bytearray(whole)
+        flipped[draw.randrange(len(whole) - 1)] ^= 1 << draw.randrange(8)  # not the last newline, which may be missing
+        path.write_bytes(flipped)
+        with pytest.raises(ResultsError, match=r"rows\.jsonl, line \d: "):
+            read_jsonl(path, Row)
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert read_jsonl(path, Row) == rows
 
 
 def test_fields_with_defaults_may_be_missing(tmp_path):

@@ -147,6 +147,15 @@ def test_on_the_command_line(run, tmp_path, call, monkeypatch):  # noqa: F811
     assert "left-to-right: </tspan>" in (tmp_path / "deep" / "a.svg").read_text()
 
 
+def test_a_picture_replaces_only_a_picture(run, tmp_path, call, refused):  # noqa: F811
+    words, path = ["sample", run, "--num", "1", "--steps", "1", "--svg"], tmp_path / "a.svg"
+    for _ in range(2):
+        assert call(*words, path)[0] == 0
+    path.write_text("<svg>a drawing of my own</svg>")
+    assert f"{path} exists and is no picture of unmask" in refused(*words, path)
+    assert path.read_text() == "<svg>a drawing of my own</svg>"
+
+
 def test_examples_are_found_by_what_comes_of_them(run, call, refused, monkeypatch):  # noqa: F811
     """The first ones where the two rules are as asked; the model is untrained, so the verdict is planted."""
     words = ["sample", run, "--split", "test", "--policy", "top-prob", "--policy", "left-to-right", "--steps", "2"]

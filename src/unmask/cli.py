@@ -418,9 +418,12 @@ def sample(
     """Generate, and show what was written when: every token is coloured by the step that revealed it."""
     from unmask.decoding.policies import NetworkPolicy
     from unmask.evaluation import policy_named
+    from unmask.files import write_text
     from unmask.processes import Processes
-    from unmask.writing import picture, write
+    from unmask.writing import PICTURE, picture, write
 
+    if svg is not None and svg.exists() and PICTURE not in svg.read_text(errors="replace")[:1000]:
+        raise ValueError(f"{svg} exists and is no picture of unmask: give another --svg")
     model, plain, task, recipe = _load(run, Processes(cpu=True), split)
     names = policy or ["learned" if model.selector is not None else "top-prob"]
     rules = [policy_named(name, model) for name in names]
@@ -461,7 +464,7 @@ def sample(
             _print_writing(console, written, trace)
     if svg is not None:
         svg.parent.mkdir(parents=True, exist_ok=True)
-        svg.write_text(picture([writing for written in found for writing in written]))
+        write_text(svg, picture([writing for written in found for writing in written]))
         typer.echo(f"picture: {svg}")
 
 
@@ -594,6 +597,7 @@ def _evaluate_run(
     from unmask.decoding.policies import NetworkPolicy
     from unmask.evaluation import evaluate as evaluate_policy
     from unmask.evaluation import policy_named, response_sizes
+    from unmask.files import refuse_link
     from unmask.jsonl import append_jsonl
     from unmask.machine import precision_on
     from unmask.models.order_model import weights_hash
@@ -640,6 +644,8 @@ def _evaluate_run(
     }
     elsewhere = [result for other in against for result in _learned_in(other, way, weights_hash(plain.denoiser))]
     results, orders = run / "results.jsonl", run / "orders.jsonl"
+    for path in (results, orders, run / "verdicts.jsonl"):
+        refuse_link(path)
     recorded = read_records(results) if results.exists() else []
     pictured, stream = read_orders(orders), VerdictFile(run / "verdicts.jsonl", processes.is_main)
 
@@ -768,10 +774,11 @@ def _print_comparisons(results: Sequence[Result]) -> None:
 def _evaluate_bound(
     run: Path, examples: int | None, trajectories: int, seed: int | None, cpu: bool, split: str | None = None
 ) -> None:
-    import json
     from dataclasses import asdict
 
     from unmask.evaluation import evaluate_bound
+    from unmask.files import write_text
+    from unmask.jsonl import sealed
     from unmask.processes import Processes
     from unmask.report import bound_table
 
@@ -792,7 +799,7 @@ def _evaluate_bound(
             seed=recipe.seed if seed is None else seed,
             advance=advance,
         )
-    (run / "bound.json").write_text(json.dumps(asdict(bound), indent=2) + "\n")
+    write_text(run / "bound.json", sealed(asdict(bound)) + "\n")
     _console().print(bound_table(bound, task.name))
 
 
@@ -800,6 +807,7 @@ def _write_report(runs: list[Path], page: Path) -> None:
     import json
 
     from unmask.comparison import compare, results
+    from unmask.files import refuse_link
     from unmask.report import Section, order_picture, pictured, read_bound, read_orders, read_records, write_html
     from unmask.training.run import load_task
     from unmask.verdicts import VerdictFile
@@ -828,6 +836,7 @@ def _write_report(runs: list[Path], page: Path) -> None:
     write_html(page, sections)
     for run, section in zip(runs, sections, strict=True):
         if chosen := pictured(section.orders):
+            refuse_link(run / "orders.png")
             order_picture(chosen).savefig(run / "orders.png", dpi=110)
 
 

@@ -1,26 +1,55 @@
-"""Files of one JSON object a line, written so that a crash costs at most the line that was being written."""
+"""Files of one JSON object a line, written so that a crash costs at most the line that was being written.
+
+The last field of a line is the CRC-32 of the rest, `crc`: a damaged line is never taken for another.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import types
+import zlib
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from unmask.files import ChecksumError, refuse_link
+
+_CRC = re.compile(r', "crc": "([0-9a-f]{8})"\}\s*$')
 
 
 class ResultsError(ValueError):
     """A results file that cannot be read; the message says which line."""
 
 
+def sealed(values: dict[str, Any]) -> str:
+    """One line of JSON with its checksum."""
+    text = json.dumps(values)
+    return f'{text[:-1]}, "crc": "{_crc(text)}"}}'
+
+
+def unsealed(line: str) -> Any:
+    """What a line says, without its checksum; ChecksumError where that does not fit.  Older lines have none."""
+    if found := _CRC.search(line):
+        line = line[: found.start()] + "}"
+        if found[1] != _crc(line):
+            raise ChecksumError("it is not what was written")
+    return json.loads(line)
+
+
+def _crc(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
 def append_jsonl(path: Path, items: Sequence[Any]) -> None:
     """Add a line for each item, a dataclass; what a crash left of an unfinished line is dropped first."""
+    refuse_link(path)
     if path.exists():
         _mend_the_end(path)
     with path.open("a") as file:
         for item in items:
-            file.write(json.dumps(asdict(item)) + "\n")
+            file.write(sealed(asdict(item)) + "\n")
 
 
 def read_jsonl(path: Path, kind: type[Any]) -> list[dict[str, Any]]:
@@ -35,7 +64,9 @@ def read_jsonl(path: Path, kind: type[Any]) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate([*lines, end] if _whole(end) else lines, start=1):
         try:
-            row = json.loads(line)
+            row = unsealed(line)
+        except ChecksumError as error:
+            raise ResultsError(f"{path}, line {number}: damaged ({error}); take the line out") from None
         except ValueError:
             raise ResultsError(f"{path}, line {number}: not a JSON object; take the line out") from None
         if not isinstance(row, dict) or not needed <= set(row) <= known:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import html
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +15,8 @@ from rich.table import Table
 
 from unmask.comparison import Comparison, Result, area, curves
 from unmask.evaluation import BoundReport, Order, Record
-from unmask.jsonl import ResultsError, read_jsonl
+from unmask.files import write_text
+from unmask.jsonl import ResultsError, read_jsonl, unsealed
 from unmask.verdicts import IDENTITY
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def read_bound(path: Path) -> BoundReport | None:
     if not path.exists():
         return None
     try:
-        return BoundReport(**json.loads(path.read_text()))
+        return BoundReport(**unsealed(path.read_text()))
     except (ValueError, TypeError):
         raise ResultsError(f"{path} is damaged or from another version: run `unmask evaluate --bound` again") from None
 
@@ -468,7 +468,7 @@ def write_html(path: Path, sections: Sequence[Section]) -> None:
         raise ResultsError(f"{path} exists and is no report of unmask: give another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     body = "".join([*map(_shared, together(sections)), *map(_section, sections)])
-    path.write_text(_PAGE.replace("{body}", body))
+    write_text(path, _PAGE.replace("{body}", body))
 
 
 def together(sections: Sequence[Section]) -> list[list[Section]]:

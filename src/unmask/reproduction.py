@@ -24,17 +24,19 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import shlex
 import shutil
 import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from unmask.jsonl import append_jsonl, read_jsonl
+from unmask import files
+from unmask.jsonl import append_jsonl, read_jsonl, sealed
 from unmask.suggest import did_you_mean
 from unmask.training.recipe import (
     Recipe,
@@ -95,6 +97,9 @@ class Study:
         for rule in (*self.learned, *self.learned_tried):
             _learned_name(rule)
         names = [training.name for training in self.train]
+        for name in names:
+            if Path(name).name != name or name in ("", "..", "results", "logs", "lock"):
+                raise ValueError(f"a run cannot be called {name!r}: it is the name of its folder in OUT")
         stages = [*names, *(split.split for split in self.evaluate)]
         if twice := [name for name in stages if stages.count(name) > 1]:
             raise ValueError(f"two stages are called {twice[0]!r}")
@@ -422,6 +427,7 @@ class Reproduction:
             return False
         folder = self.out / stage.name
         try:
+            files.check(folder, "recipe.json")
             was = Recipe.from_json((folder / "recipe.json").read_text())
         except (OSError, ValueError):
             raise ValueError(f"{folder}/recipe.json is missing or damaged: move the folder away") from None
@@ -433,9 +439,11 @@ class Reproduction:
         return True
 
     def _models(self, stage: Stage) -> str:
-        """Twelve hex digits that change with the weights: config.json holds their checksum."""
-        texts = [(self.out / run / "config.json").read_bytes() for run in stage.runs if self._is_trained(run)]
-        return hashlib.sha256(b"".join(texts)).hexdigest()[:12] if texts else ""
+        """Twelve hex digits that change with the models, whose checksums are in the manifests."""
+        names = ("config.json", "model.safetensors", "tokenizer.json")
+        listed = [files.read_manifest(self.out / run)["files"] for run in stage.runs if self._is_trained(run)]
+        text = json.dumps([[found.get(name) for name in names] for found in listed])
+        return hashlib.sha256(text.encode()).hexdigest()[:12] if listed else ""
 
     def _resumed(self, stage: Stage) -> Command:
         """The command of a stage, as it must be given where an earlier attempt has left something."""
@@ -574,10 +582,6 @@ def written(stage: Stage) -> str:
     return shlex.join(["unmask", *stage.command])
 
 
-def _rewrite(path: Path, items: Sequence[object]) -> None:
+def _rewrite(path: Path, items: Sequence[Any]) -> None:
     """The file anew; never a moment without one."""
-    fresh = path.with_suffix(".new")
-    fresh.unlink(missing_ok=True)
-    fresh.touch()
-    append_jsonl(fresh, items)
-    fresh.replace(path)
+    files.write_text(path, "".join(f"{sealed(asdict(item))}\n" for item in items))

@@ -18,6 +18,7 @@ from unmask.decoding.tokens import TokenChoice
 from unmask.tasks.task import Task
 
 MASK, END = "·", "░"
+PICTURE = "<!-- written by unmask sample -->"  # a file with this may be replaced
 PROMPT = -1  # the step of what was given
 
 
@@ -175,7 +176,7 @@ def picture(writings: Sequence[Writing]) -> str:
             lines.append(f'<text xml:space="preserve" x="{MARGIN}" y="{MARGIN + LINE * place + SIZE}">{parts}</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="{SIZE}">\n'
+        f'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="{SIZE}">\n{PICTURE}\n'
         f'<rect width="100%" height="100%" fill="#ffffff"/>\n' + "\n".join(lines) + "\n</svg>\n"
     )
 

@@ -686,7 +686,7 @@ def test_the_cache_is_read_and_never_stale(tmp_path, monkeypatch):
     tokens(replace(task, held_out="new-templates", scoring="flexible", prompt_length=150, response_length=99))
     assert len(made) == 1
     (folder,) = cache.iterdir()
-    assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "tokens.safetensors"}
+    assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "tokens.safetensors", "manifest.json"}
 
     for count, other in enumerate(({"seed": 1}, {"resample": 2}, {"vocab_size": 301}, {"answers": "solution"}), 2):
         tokens(replace(task, **other))
@@ -698,8 +698,10 @@ def test_the_cache_is_read_and_never_stale(tmp_path, monkeypatch):
     assert torch.equal(tokens(task), first)
     assert len(made) == 6
 
-    # A cut file, and the files of another cache under this name: both are made again.
-    (folder / "tokens.safetensors").write_bytes((folder / "tokens.safetensors").read_bytes()[:100])
+    # A flipped bit in the tokens, and the files of another cache under this name: both are made again.
+    data = bytearray((folder / "tokens.safetensors").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / "tokens.safetensors").write_bytes(data)
     assert torch.equal(tokens(task), first)
     assert len(made) == 7
     other = next(path for path in cache.iterdir() if path != folder)

@@ -16,13 +16,16 @@ MOMENTS = {
     "update": "unmask.training.loop:_backward",
     "metrics": "unmask.training.metrics:Metrics.write",
     "tensors": "unmask.training.checkpoints:save_file",
-    "fingerprint": "unmask.training.checkpoints:_fingerprint",
-    "sync": "unmask.training.checkpoints:sync",
+    "fingerprint": "unmask.files:fingerprint",
+    "sync": "unmask.files:sync",
     "rename": "pathlib:Path.rename",
-    "prune": "shutil:rmtree",
+    "prune": "unmask.files:discard",
+    "remove": "pathlib:Path.unlink",
+    "manifest": "unmask.files:write_manifest",
     "stage": "unmask.training.run:save_stage",
     "model": "unmask.models.order_model:save_file",
     "finish": "unmask.training.run:finish",
+    "sweep": "unmask.training.folder:sweep",
 }
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from unmask.jsonl import unsealed
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
@@ -154,4 +154,4 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def json_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [unsealed(line) for line in path.read_text().splitlines()]

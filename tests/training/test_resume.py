@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 
 from tests.training.killed import MOMENTS, run_killed
 from tests.training.small import TINY_RECIPE, contents, json_lines
+from unmask import files
 from unmask.cli import main
+from unmask.models import order_model as order_model_module
 from unmask.training import checkpoints as checkpoints_module
-from unmask.training import folder as folder_module
 from unmask.training import loop as loop_module
 from unmask.training import metrics as metrics_module
 from unmask.training import run as run_module
@@ -91,6 +92,18 @@ def test_killed_at_every_kind_of_moment(base, tmp_path, where):
         run_killed(command(base, run), where, count)
     assert run_killed(command(base, run)) in (0, 2), "finished now, or already before"
     assert_same_run(run, base / "alone")
+
+
+@pytest.mark.parametrize(("where", "count"), [("rename", 1), ("rename", 2), ("manifest", 2), ("sweep", 1)])
+def test_killed_while_a_finished_run_is_replaced(base, tmp_path, where, count):
+    """A finished run is there at every moment, the old one or the new one, and in the end nothing else."""
+    run = tmp_path / "run"
+    shutil.copytree(base / "alone", run)
+    assert run_killed([*command(base, run), "--force"], where, count) == -signal.SIGKILL
+    assert is_finished(run) or is_finished(tmp_path / "run.replaced")
+    assert run_killed([*command(base, run), "--force"]) == 0
+    assert_same_run(run, base / "alone")
+    assert list(tmp_path.iterdir()) == [run]
 
 
 def stop_after(monkeypatch, updates, error=KeyboardInterrupt):
@@ -280,14 +293,16 @@ def test_a_disk_that_takes_nothing_more(base, tmp_path, monkeypatch, fault, wher
     def broken(*arguments, **options):
         raise fault
 
-    def broken_at_the_end(path):
-        if path == run:
+    def broken_at_the_end(folder, *names, **texts):
+        if folder == run and "model.safetensors" in names:
             raise fault
+        list_files(folder, *names, **texts)
 
+    list_files = files.list_files
     module, name, mistake = {
         "checkpoint": (checkpoints_module, "save_file", broken),
-        "stage": (folder_module, "sync_folder", broken),
-        "model": (folder_module, "sync_folder", broken_at_the_end),
+        "stage": (order_model_module, "save_file", broken),
+        "model": (files, "list_files", broken_at_the_end),
     }[where]
     with monkeypatch.context() as patch:
         patch.setattr(module, name, mistake)
@@ -331,12 +346,25 @@ def test_a_line_that_a_crash_cut_off_is_written_again(base, tmp_path, monkeypatc
 def test_metrics_are_on_the_disk_before_a_stage_is_called_finished(base, tmp_path, monkeypatch):
     """Else a machine that goes down then would leave a gap."""
     done = []
-    original, save_stage, finish = metrics_module.sync, run_module.save_stage, run_module.finish
-    monkeypatch.setattr(metrics_module, "sync", lambda path: (done.append(path.name), original(path))[1])
+    original, save_stage, finish = metrics_module.Metrics.sync, run_module.save_stage, run_module.finish
+    monkeypatch.setattr(metrics_module.Metrics, "sync", lambda self: (done.append(self.path.name), original(self))[1])
     monkeypatch.setattr(run_module, "save_stage", lambda *a: (done.append("stage"), save_stage(*a))[1])
     monkeypatch.setattr(run_module, "finish", lambda *a: (done.append("finish"), finish(*a))[1])
     train(recipe(base, "saving.every_updates=0"), tmp_path / "run", cpu=True)
     assert done == [*["metrics.jsonl", "stage"] * 3, "metrics.jsonl", "finish"]
+
+
+def test_damaged_metrics_cost_one_line_which_is_named(base, tmp_path, monkeypatch, capsys):
+    run = interrupted(base, tmp_path / "run", monkeypatch)
+    path = run / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"update": 11', '"update": 10'))  # the second line
+    train(recipe(base), run, cpu=True)
+    assert f"{path}: line 2 is damaged and left out; the rest is kept" in capsys.readouterr().err
+    ours, theirs = (
+        [(line["stage"], line["update"]) for line in json_lines(where / "metrics.jsonl")]
+        for where in (run, base / "alone")
+    )
+    assert ours == [theirs[0], *theirs[2:]]
 
 
 # --- recipes ----------------------------------------------------------------------------------------------------------
@@ -380,12 +408,28 @@ def test_smaller_micro_batches_may_go_on(base, tmp_path, monkeypatch):
     assert not (run / "changes.log").exists()
 
 
-def test_a_checkpoint_of_another_shape_is_refused_in_one_line(base, tmp_path, monkeypatch):
-    run = interrupted(base, tmp_path / "run", monkeypatch, 7)
-    with pytest.raises(CheckpointError) as caught:
-        train(recipe(base, "model.intermediate=32"), run, cpu=True, allow_change=True)
-    assert "does not fit the recipe" in str(caught.value)
+UNFIT = {
+    "shape of the denoiser": (7, "model.intermediate=32"),
+    "heads, which no shape shows": (7, "model.heads=1"),
+    "denoiser of a finished stage": (13, "model.width=32"),
+    "selector": (17, "model.selector.heads=1"),
+    "what is trained": (17, "order.denoiser_rate=0"),
+    "order of a finished stage": (25, "order.selection=bernoulli"),
+}
+
+
+@pytest.mark.parametrize(("updates", "override"), UNFIT.values(), ids=UNFIT.keys())
+def test_a_change_that_does_not_fit_costs_nothing(base, tmp_path, monkeypatch, updates, override):
+    """It is refused in one line before anything is written, and the original command goes on."""
+    run = interrupted(base, tmp_path / "run", monkeypatch, updates)
+    before = contents(run)
+    with pytest.raises((CheckpointError, RunFolderError)) as caught:
+        train(recipe(base, override), run, cpu=True, allow_change=True)
+    assert "give the recipe of the run, or --force to begin anew" in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert contents(run) == before
+    train(recipe(base), run, cpu=True)
+    assert_same_run(run, base / "alone")
 
 
 # --- one process, two precisions --------------------------------------------------------------------------------------

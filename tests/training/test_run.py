@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from tests.training.small import TINY_RECIPE, contents, json_lines, same, weights
+from unmask import files
 from unmask.models.order_model import ModelFolderError, OrderModel
 from unmask.training import run as run_module
 from unmask.training.loop import NonFiniteError, run_stage
@@ -48,7 +50,7 @@ def one_line(error):
 
 # --- the layout -------------------------------------------------------------------------------------------------------
 
-MODEL_FILES = {"config.json", "model.safetensors", "tokenizer.json"}
+MODEL_FILES = {"config.json", "model.safetensors", "tokenizer.json", "manifest.json"}
 
 
 def test_layout_of_a_frozen_run(base):
@@ -456,9 +458,9 @@ def test_force_replaces_a_run_whole(base, tmp_path):
     assert load_task(folder)[0].seed == 1
 
 
-@pytest.mark.parametrize("name", ["thesis.tex", "config.json"])
+@pytest.mark.parametrize("name", ["thesis.tex", "config.json", "recipe.json", "manifest.json"])
 def test_force_replaces_nothing_but_runs(base, tmp_path, name):
-    """config.json alone is any model of anybody."""
+    """A run is known by its manifest; a file of that name may be anybody's."""
     folder = tmp_path / "precious"
     folder.mkdir()
     (folder / name).write_text("years of work")
@@ -466,6 +468,71 @@ def test_force_replaces_nothing_but_runs(base, tmp_path, name):
         train(recipe(base), folder, force=True, cpu=True)
     assert "not a run folder" in one_line(caught)
     assert contents(folder) == {name: b"years of work"}
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "denoiser/mine.safetensors", "backup/config.json", "link.json"])
+@pytest.mark.parametrize("where", ["run", "run.replaced"])
+def test_force_deletes_no_file_of_anybody_else(base, tmp_path, name, where):
+    finished(base, tmp_path)
+    if where == "run.replaced":  # as an interrupted --force leaves it
+        shutil.copytree(tmp_path / "run", tmp_path / "run.replaced")
+        files.write_manifest(tmp_path / "run.replaced", {}, replaced="run")
+    mine = tmp_path / where / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.symlink_to(tmp_path / "run" / "recipe.json") if name == "link.json" else mine.write_text("years of work")
+    before = contents(tmp_path)
+    with pytest.raises(RunFolderError, match="move it away") as caught:
+        train(recipe(base), tmp_path / "run", force=True, cpu=True)
+    assert str(mine if where == "run" else tmp_path / where) in one_line(caught)
+    assert contents(tmp_path) == before
+
+
+def test_a_run_that_is_called_replaced_is_no_spare(base, tmp_path):
+    """Only what --force put aside goes when the new run is finished, and a refused command changes nothing."""
+    shutil.copytree(base / "frozen", tmp_path / "run.replaced")
+    kept = contents(tmp_path / "run.replaced")
+    train(recipe(base), tmp_path / "run", cpu=True)
+    for force in (False, True):
+        with pytest.raises(RunFolderError):
+            train(recipe(base), tmp_path / "run", force=force, cpu=True)
+    assert contents(tmp_path / "run.replaced") == kept
+
+
+def test_what_others_put_among_the_checkpoints_is_kept(base, tmp_path, monkeypatch):
+    """Of those that are pruned, and of those that go with their folder when the run is finished."""
+    original = run_module.CheckpointFolder.save
+
+    def save(self, stage, update, *rest):
+        path = original(self, stage, update, *rest)
+        (path / "notes.txt").write_text(path.name)
+        return path
+
+    monkeypatch.setattr(run_module.CheckpointFolder, "save", save)
+    train(recipe(base, "saving.every_updates=1", "saving.keep=1"), tmp_path / "run", cpu=True)
+    found = {name: data for name, data in contents(tmp_path / "run").items() if name.endswith("notes.txt")}
+    assert sorted(found.values()) == [
+        f"{stage}-0000000{n}".encode() for stage in ("denoise", "order") for n in (1, 2, 3)
+    ]
+    load_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl", "model.safetensors"])
+def test_nothing_is_written_through_a_link_that_leads_out(base, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(run_module, "run_stage", lambda *rest, **hook: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe(base), tmp_path / "run", cpu=True)
+    monkeypatch.undo()
+    outside = tmp_path / "outside"
+    (outside / "checkpoints").mkdir(parents=True)
+    (outside / "metrics.jsonl").write_text("mine")
+    (outside / "model.safetensors").write_text("mine")
+    if (tmp_path / "run" / name).is_dir():
+        (tmp_path / "run" / name).rmdir()
+    (tmp_path / "run" / name).symlink_to(outside / name)
+    before = contents(outside)
+    with pytest.raises(RunFolderError, match=f"{name} is a link that leads out of the run: take it away"):
+        train(recipe(base), tmp_path / "run", cpu=True)
+    assert contents(outside) == before
 
 
 def test_an_empty_folder_is_free(base, tmp_path):
@@ -574,13 +641,25 @@ def test_a_damaged_recipe_is_refused(base, tmp_path, text):
     (folder / "recipe.json").write_text(text)
     with pytest.raises(RunFolderError) as caught:
         load_run(folder)
+    assert "recipe.json is damaged" in one_line(caught)
+    files.write_listed(folder, "recipe.json", text)  # as another version may write it
+    with pytest.raises(RunFolderError) as caught:
+        load_run(folder)
     assert "recipe.json is missing or damaged" in one_line(caught)
+
+
+def test_a_flipped_bit_in_the_recipe_is_noticed(base, tmp_path):
+    folder = finished(base, tmp_path)
+    path = folder / "recipe.json"
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1', 1))
+    with pytest.raises(RunFolderError, match=r"recipe\.json is damaged \(it is not what was written\)"):
+        load_run(folder)
 
 
 def test_a_run_of_another_version_is_refused(base, tmp_path):
     folder = finished(base, tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "format_version": 99}))
+    files.write_listed(folder, "config.json", json.dumps({**config, "format_version": 99}))
     with pytest.raises(ModelFolderError) as caught:
         load_run(folder)
     assert "format version 99" in one_line(caught)
@@ -656,6 +735,37 @@ def test_a_finished_run_is_replaced_only_by_a_finished_one(base, tmp_path, monke
     train(recipe(base), folder, cpu=True)
     assert not (tmp_path / "run.replaced").exists()
     assert OrderModel.from_pretrained(folder).selector is not None
+
+
+def test_weights_that_are_not_finite_are_never_a_finished_model(base, tmp_path, monkeypatch, capsys):
+    """They overflow in the first of three updates, so the last two are skipped: fewer than max_bad."""
+    original, calls = run_module.DenoiseObjective.forward, []
+
+    def forward(self, *arguments):
+        calls.append(0)
+        if len(calls) == 2:
+            next(self.parameters()).data.fill_(math.inf)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(run_module.DenoiseObjective, "forward", forward)
+    with pytest.raises(NonFiniteError) as caught:
+        train(recipe(base, "denoise.max_bad=5", "saving.every_updates=1"), tmp_path / "run", cpu=True)
+    assert "denoise: the weights are not finite after the last update" in one_line(caught)
+    assert capsys.readouterr().err.count("skipped") == 2, "and the run went on"
+    assert any((tmp_path / "run" / "checkpoints").iterdir())
+    with pytest.raises(ModelFolderError):
+        load_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("when", ["save_stage", "finish"])
+def test_a_folder_that_is_gone_does_not_come_back_with_a_model_alone(base, tmp_path, monkeypatch, when):
+    folder, original = tmp_path / "run", getattr(run_module, when)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, when, lambda *rest: (shutil.rmtree(folder), original(*rest)))
+        with pytest.raises(RunFolderError) as caught:
+            train(recipe(base), folder, cpu=True)
+    assert "the same command" in one_line(caught)
+    assert not folder.exists()
 
 
 def test_a_folder_beside_a_run_that_is_no_run_is_left_alone(base, tmp_path):

@@ -1,4 +1,4 @@
-"""Denoiser, selector and scorer together, in a folder: config.json, model.safetensors, tokenizer.json."""
+"""Denoiser, selector and scorer together, in a folder: config.json, model.safetensors, tokenizer.json, a manifest."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
 
+from unmask import files
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser, OrderScorer, Selector, SelectorConfig
 from unmask.variational.selection import Bernoulli, NonEmpty, Selection
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SELECTIONS: dict[str, Selection] = {form.name: form for form in (NonEmpty(), Bernoulli())}
 MASK_TOKEN = "[MASK]"
+MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
 class ModelFolderError(ValueError):
@@ -64,17 +66,18 @@ class OrderModel(nn.Module):
         return SELECTIONS[self.config.selection]
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the folder.  config.json comes last: a folder without it was never finished."""
+        """Write the folder.  config.json comes last: where it is, all is on the disk and in the manifest."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        files.read_manifest(folder)  # refuses another program's
         (folder / "config.json").unlink(missing_ok=True)
         weights = {name: tensor.detach().contiguous().cpu() for name, tensor in self.state_dict().items()}
         save_file(weights, folder / "model.safetensors")
         (folder / "model.safetensors").chmod(0o644)  # safetensors makes it private, unlike the files beside it
         self.tokenizer.save(str(folder / "tokenizer.json"))
-        checksum = _checksum(folder / "model.safetensors")
-        config = {"format_version": FORMAT_VERSION, "weights_sha256": checksum, **asdict(self.config)}
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        config = json.dumps({"format_version": FORMAT_VERSION, **asdict(self.config)}, indent=2) + "\n"
+        files.list_files(folder, "model.safetensors", "tokenizer.json", texts={"config.json": config})
+        files.write_text(folder / "config.json", config)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> OrderModel:
@@ -82,10 +85,14 @@ class OrderModel(nn.Module):
         folder = Path(folder)
         if not folder.is_dir():
             raise ModelFolderError(f"{folder}: no such folder; give the run folder of a finished `unmask train`")
-        for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        for name in MODEL_FILES:
             if not (folder / name).is_file():
                 raise ModelFolderError(f"{folder}: {name} is missing, so no finished model is here; train it again")
-        config, checksum = _read_config(folder / "config.json")
+        try:
+            files.check(folder, *MODEL_FILES)
+        except files.ChecksumError as error:
+            raise ModelFolderError(str(error)) from None
+        config = _read_config(folder / "config.json")
         try:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # tokenizers raises plain Exception
@@ -101,11 +108,6 @@ class OrderModel(nn.Module):
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1].strip()
             raise ModelFolderError(f"{folder}/model.safetensors does not fit config.json: {reason}") from None
-        if checksum and checksum != _checksum(folder / "model.safetensors"):
-            raise ModelFolderError(
-                f"{folder}/model.safetensors is damaged: it is not the file whose weights_sha256 is in config.json "
-                "(if you changed the weights yourself, take that line out)"
-            )
         return model.eval()
 
 
@@ -124,8 +126,7 @@ def with_mask_token(tokenizer: Tokenizer) -> Tokenizer:
     return copy
 
 
-def _read_config(path: Path) -> tuple[OrderModelConfig, str | None]:
-    """The config, and the checksum of the weights that belong to it."""
+def _read_config(path: Path) -> OrderModelConfig:
     try:
         fields: dict[str, Any] = json.loads(path.read_text())
         version = fields.pop("format_version")
@@ -137,15 +138,13 @@ def _read_config(path: Path) -> tuple[OrderModelConfig, str | None]:
             "use the unmask that wrote it, or train again"
         )
     try:
-        checksum = fields.pop("weights_sha256", None)
         selector, scorer = fields.pop("selector"), fields.pop("scorer")
-        config = OrderModelConfig(
+        return OrderModelConfig(
             denoiser=BackboneConfig(**fields.pop("denoiser")),
             selector=SelectorConfig(**{**selector, "budgets": tuple(selector["budgets"])}) if selector else None,
             scorer=BackboneConfig(**scorer) if scorer else None,
             **fields,
         )
-        return config, checksum
     except (TypeError, ValueError, KeyError) as error:
         raise _damaged(path, error) from None
 
@@ -157,11 +156,6 @@ def weights_hash(network: nn.Module) -> str:
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().float().numpy().tobytes())
     return digest.hexdigest()[:12]
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _damaged(path: Path, error: BaseException) -> ModelFolderError:

@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from unmask import files
 from unmask.models import pretrained
 from unmask.models import vocabulary as cutting
 from unmask.models.pretrained import find_source, load_tokenizer
@@ -216,6 +217,9 @@ class Tokens(NamedTuple):
     responses: dict[str, Ragged]
 
 
+CACHE_FILES = ("tokenizer.json", "tokens.safetensors")
+
+
 def load_tokens(task: GSM8K) -> Tokens:
     """The tokens of all splits, from the cache where they are; else they are made, and a line says what they are.
 
@@ -236,7 +240,7 @@ def load_tokens(task: GSM8K) -> Tokens:
             ) from None
         try:
             _make(unfinished, hashed, task)
-            shutil.rmtree(folder, ignore_errors=True)  # what could not be read
+            files.discard(folder, *CACHE_FILES, files.MANIFEST)  # what could not be read
             with contextlib.suppress(OSError):  # another process was faster
                 unfinished.rename(folder)
         finally:
@@ -293,6 +297,7 @@ def _make(folder: Path, hashed: str, task: GSM8K) -> None:
             arrays[f"{split}/{name}/ids"], arrays[f"{split}/{name}/ends"] = ragged.ids, ragged.ends
     tokenizer.save(str(folder / "tokenizer.json"))
     save_file(arrays, folder / "tokens.safetensors", metadata={"fingerprint": hashed})
+    files.list_files(folder, *CACHE_FILES)
     sizes = ", ".join(f"{len(pairs[split])} {split}" for split in SPLITS)
     without = f"; left out: {splits.left_out}" if splits.left_out else ""
     print(f"task {task.name}: {sizes}, from {splits.templates} templates{without}", file=sys.stderr)
@@ -307,6 +312,7 @@ def _watched(items: Sequence[Any], what: str) -> Iterable[Any]:
 def _read(folder: Path, hashed: str) -> Tokens | None:
     """What `_make` wrote, or None where it is not there, not whole, or made from something else."""
     try:
+        files.check(folder, *CACHE_FILES)
         with safe_open(folder / "tokens.safetensors", framework="numpy") as file:
             if file.metadata()["fingerprint"] != hashed:
                 return None

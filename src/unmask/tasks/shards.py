@@ -6,19 +6,18 @@ another tokenizer or another setting is another folder, so a stale cache is neve
     tokens.bin     every token, one sequence after another
     offsets.bin    int64 [rows + 1]: where each sequence begins
     cache.json     what it was made of
+    manifest.json  size and SHA-256 of the three
 
-The hashes of the texts are kept beside the caches, in hashes.json: a terabyte is not read at every start.
+The hashes of the texts and of the caches are kept in hashes.json: a terabyte is not read at every start.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from unmask import files
 from unmask.streams import Purpose, uniforms
 
 FORMAT_VERSION = 1
@@ -103,8 +103,7 @@ def hash_shards(shards: Sequence[Path], known: dict[str, str]) -> tuple[list[str
         status, settled = path.stat(), time.time_ns() - 2 * 10**9
         key = f"{path.absolute()} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
         if key not in known:
-            with path.open("rb") as file:
-                hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
+            hashes.append(files.fingerprint(path)["sha256"])
             if status.st_ctime_ns < settled and path.stat().st_ctime_ns == status.st_ctime_ns:
                 known[key] = hashes[-1]
         else:
@@ -115,26 +114,31 @@ def hash_shards(shards: Sequence[Path], known: dict[str, str]) -> tuple[list[str
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """One process at a time: those that were started together would write the same cache into each other's files."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("a")
-    except OSError as error:
-        raise ShardError(f"no cache can be made in {folder} ({error.strerror}): set cache to a folder") from None
-    with lock as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(files.locked(folder, wait=True))
+        except OSError as error:
+            raise ShardError(f"no cache can be made in {folder} ({error.strerror}): set cache to a folder") from None
         yield
+
+
+CACHE_FILES = ("tokens.bin", "offsets.bin", "cache.json")
 
 
 class TokenCache:
     """Sequences of tokens in mapped files: the system keeps in memory what it has room for, and nothing is copied."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, known: dict[str, str] | None = None) -> None:
+        """known: the hashes of files that were not touched since, as `hash_shards` takes and gives them."""
         try:
+            listed = files.read_manifest(folder)["files"]
+            hashes, self.known = hash_shards([folder / name for name in CACHE_FILES], known or {})
             about = json.loads((folder / "cache.json").read_text())
             path = folder / "tokens.bin"  # an empty file cannot be mapped
             self.tokens = np.memmap(path, about["dtype"], "r") if path.stat().st_size else np.zeros(0, about["dtype"])
             self.offsets = np.memmap(folder / "offsets.bin", np.int64, "r")
-            whole = (about["rows"] + 1, about["tokens"]) == (len(self.offsets), len(self.tokens))
+            whole = hashes == [listed[name]["sha256"] for name in CACHE_FILES]
         except (OSError, ValueError, KeyError, TypeError):
             whole = False
         if not whole:
@@ -158,11 +162,9 @@ class TokenCache:
 
 def write_cache(folder: Path, sequences: Iterable[Sequence[int]], vocab_size: int, about: dict[str, Any]) -> None:
     """Write a cache whole or not at all; in memory is never more than a buffer."""
-    from unmask.training.checkpoints import sync, sync_folder
-
     dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
     partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    files.discard(partial, *CACHE_FILES, files.MANIFEST)
     partial.mkdir(parents=True)
     rows = position = 0
     with (partial / "tokens.bin").open("wb") as tokens, (partial / "offsets.bin").open("wb") as offsets:
@@ -173,10 +175,10 @@ def write_cache(folder: Path, sequences: Iterable[Sequence[int]], vocab_size: in
             offsets.write(np.int64(position).tobytes())
     about = {**about, "dtype": dtype.name, "rows": rows, "tokens": position}
     (partial / "cache.json").write_text(json.dumps(about, indent=2) + "\n")
-    sync_folder(partial)
-    shutil.rmtree(folder, ignore_errors=True)
+    files.list_files(partial, *CACHE_FILES)
+    files.discard(folder, *CACHE_FILES, files.MANIFEST)
     partial.rename(folder)
-    sync(folder.parent)
+    files.sync(folder.parent)
 
 
 class Visits:

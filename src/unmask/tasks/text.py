@@ -6,7 +6,7 @@ import glob
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from unmask.files import write_text
 from unmask.streams import signed
 from unmask.tasks.shards import (
     ShardError,
@@ -126,19 +127,22 @@ class Text:
     @cached_property
     def _caches(self) -> dict[str, TokenCache]:
         """Both splits from the cache, which is made where it is not there yet, or no longer whole."""
-        from unmask.training.checkpoints import write_text
-
         root = Path(self.cache).expanduser() if self.cache else _default_cache()
-        hashes, known = hash_shards(self.shards, read_hashes(root / "hashes.json"))
+        stored = read_hashes(root / "hashes.json")
+        hashes, known = hash_shards(self.shards, stored)
         rules = "bytes" if self._tokenizer is None else self._tokenizer.to_str()
         name = fingerprint(hashes, self.shards, rules, self.field, self.length, self.test_every)
         folders = {split: root / f"{name}-{split}" for split in ("train", "test")}
         try:
-            found = {split: TokenCache(folder) for split, folder in folders.items()}
+            found = {split: TokenCache(folder, known) for split, folder in folders.items()}
         except ShardError:
             with alone_in(root):
                 found = {split: self._made(folder, split) for split, folder in folders.items()}
-                write_text(root / "hashes.json", json.dumps({**read_hashes(root / "hashes.json"), **known}, indent=0))
+        known = {**known, **found["train"].known, **found["test"].known}
+        if known != stored:
+            with suppress(OSError, ShardError), alone_in(root):  # a cache that is only read is hashed at every start
+                known = {**read_hashes(root / "hashes.json"), **known}
+                write_text(root / "hashes.json", json.dumps(known, indent=0))
         for split, cached in found.items():
             if not len(cached):
                 raise ValueError(f"task text: {self.files!r} has too few texts, none is left for the {split} split")

@@ -11,10 +11,8 @@ has its name was whole once.  What happened to it since, the manifest tells.  No
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
-import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,9 +23,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import unmask
+from unmask import files
 
 FORMAT_VERSION = 1
-TENSORS, FACTS, MANIFEST = "tensors.safetensors", "facts.json", "manifest.json"
+TENSORS, FACTS = "tensors.safetensors", "facts.json"
 
 
 class CheckpointError(ValueError):
@@ -63,19 +62,18 @@ class CheckpointFolder:
         partial = final.with_name(f"{final.name}.partial")
         try:
             self.folder.mkdir(exist_ok=True)  # without parents: a run folder that is gone must not come back empty
-            shutil.rmtree(partial, ignore_errors=True)
+            _discard(partial)
             partial.mkdir()
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / TENSORS)
             about = {"format_version": FORMAT_VERSION, "unmask": unmask.__version__, "stage": stage, "update": update}
             (partial / FACTS).write_text(json.dumps({**about, **facts}) + "\n")
-            written = {name: _fingerprint(partial / name) for name in (TENSORS, FACTS)}
-            (partial / MANIFEST).write_text(json.dumps(written, indent=2) + "\n")
-            sync_folder(partial)
-            shutil.rmtree(final, ignore_errors=True)
+            files.list_files(partial, TENSORS, FACTS)
+            _discard(final)
             partial.rename(final)
-            sync(self.folder)
+            files.sync(self.folder)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _discard(partial)
             raise CheckpointError(
                 f"checkpoint {final} could not be written ({reason(error)}); {self._last_good(stage)}; "
                 "mend that and give the same command again"
@@ -83,7 +81,7 @@ class CheckpointFolder:
         kept = self._of(stage)
         kept = kept[: kept.index(final) + 1][-self.keep :]
         for other in set(self._of(stage)) - set(kept):
-            shutil.rmtree(other, ignore_errors=True)
+            _discard(other)
         return final
 
     def newest(self, stage: str, report: Callable[[str], None] = warn) -> Checkpoint | None:
@@ -93,7 +91,7 @@ class CheckpointFolder:
                 return read_checkpoint(path)
             except DamagedError as error:
                 aside = path.with_name(f"{path.name}.damaged")
-                shutil.rmtree(aside, ignore_errors=True)
+                _discard(aside)
                 path.rename(aside)
                 report(f"{error}: kept as {aside.name}, the one before it is used")
         return None
@@ -101,7 +99,13 @@ class CheckpointFolder:
     def remove(self, stage: str) -> None:
         """The checkpoints of a stage that is finished."""
         for path in self.folder.glob(f"{stage}-*"):
-            shutil.rmtree(path, ignore_errors=True)
+            _discard(path)
+
+    def remove_all(self) -> None:
+        """Every checkpoint, and at last their folder: while it is there, the run is unfinished."""
+        for path in self.folder.glob("*/"):
+            _discard(path)
+        files.discard(self.folder)
 
     def _of(self, stage: str) -> list[Path]:
         """From the oldest to the newest."""
@@ -116,9 +120,9 @@ class CheckpointFolder:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Raises DamagedError in one line unless every byte is as it was written."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = files.read_manifest(path)["files"]
         for name in (TENSORS, FACTS):
-            if manifest[name] != _fingerprint(path / name):
+            if manifest[name] != files.fingerprint(path / name):
                 raise DamagedError(f"checkpoint {path} is damaged ({name} is not what was written)")
         facts = json.loads((path / FACTS).read_text())
         version = facts["format_version"]
@@ -128,7 +132,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, DamagedError):
             raise
-        raise DamagedError(f"checkpoint {path} is damaged ({MANIFEST} or {FACTS} cannot be read)") from None
+        raise DamagedError(f"checkpoint {path} is damaged ({files.MANIFEST} or {FACTS} cannot be read)") from None
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"checkpoint {path} has format version {version}, this unmask reads {FORMAT_VERSION}: "
@@ -143,32 +147,5 @@ def reason(error: BaseException) -> str:
     return str(said).splitlines()[0]
 
 
-def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def sync_folder(folder: Path) -> None:
-    """Every file of a folder, then the folder itself."""
-    for path in folder.iterdir():
-        if path.is_file():
-            sync(path)
-    sync(folder)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file whole: a crash leaves the old one or the new one, never a part."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text)
-    sync(partial)
-    partial.rename(path)
-    sync(path.parent)
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+def _discard(checkpoint: Path) -> None:
+    files.discard(checkpoint, TENSORS, FACTS, files.MANIFEST)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -60,6 +60,7 @@ class Keeper:
         self.folder, self.saving, self.metrics, self.stop, self.facts = folder, saving, metrics, stop, facts
         self.writes = writes  # one of the processes does; all take part in gathering
         self.resume: Checkpoint | None = None  # what the next stage starts from
+        self.begun: Callable[[int], None] = lambda update: None  # called when it has, with the updates behind it
         self.saved_at = time.monotonic()
         self.saved_update = -1
 
@@ -67,6 +68,7 @@ class Keeper:
         """Continue from the checkpoint, if there is one."""
         if self.resume is not None:
             state.load(self.resume)
+        self.begun(state.update)
         self.resume, self.saved_update, self.saved_at = None, state.update, time.monotonic()
 
     def due(self, update: int) -> bool:

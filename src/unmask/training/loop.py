@@ -155,6 +155,13 @@ def run_stage(
         read(0)
     if state.average is not None:
         state.average.apply()
+    # |w|, the largest of a tensor: not a number where one weight is none.
+    largest = [_plain(torch.linalg.vector_norm(p.detach(), math.inf)) for p in state.parameters.values()]
+    if largest and not torch.stack(largest).isfinite().all():
+        raise NonFiniteError(
+            f"{name}: the weights are not finite after the last update, so they are not saved; the checkpoints are as "
+            "they were: go on from there with a smaller learning rate and --allow-change, or begin anew with --force"
+        )
     objective.eval()
     accelerator.free_memory()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from unmask.training.checkpoints import CheckpointError, reason, sync
+from unmask import files
+from unmask.jsonl import sealed, unsealed
+from unmask.training.checkpoints import CheckpointError, reason, warn
 
 
 class Metrics:
@@ -37,7 +38,7 @@ class Metrics:
     def _append(self, values: dict[str, Any]) -> None:
         try:
             with self.path.open("a") as file:
-                file.write(json.dumps(values) + "\n")
+                file.write(sealed(values) + "\n")
         except OSError as error:
             raise CheckpointError(
                 f"{self.path} could not be written ({reason(error)}): mend that and give the same command again"
@@ -46,21 +47,21 @@ class Metrics:
     def sync(self) -> None:
         """Before a checkpoint or a finished stage: no line of the updates that it counts may be lost after it."""
         if self.path.exists():
-            sync(self.path)
+            files.sync(self.path)
 
     def rewind(self, finished: Collection[str], stage: str, update: int) -> None:
-        """Keep the lines of the `finished` stages and those of `stage` before `update`, up to one that was cut off."""
+        """Keep the lines of the `finished` stages and those of `stage` before `update`; damaged ones are reported."""
         if not self.path.exists():
             return
-        kept = 0
-        with self.path.open("rb+") as file:
-            for line in file:
-                try:
-                    values = json.loads(line)
-                    before = values["stage"] in finished or (values["stage"] == stage and values["update"] < update)
-                except (ValueError, KeyError, TypeError):
-                    break
-                if not before or not line.endswith(b"\n"):
-                    break
-                kept += len(line)
-            file.truncate(kept)
+        text, kept, damaged = self.path.read_text(errors="replace"), [], []
+        for number, line in enumerate(text.split("\n")[:-1], start=1):  # what is behind the last one was cut off
+            try:
+                values = unsealed(line)
+                if values["stage"] in finished or (values["stage"] == stage and values["update"] < update):
+                    kept.append(f"{line}\n")
+            except (ValueError, KeyError, TypeError):
+                damaged.append(str(number))
+        if damaged:
+            warn(f"{self.path}: line {', '.join(damaged)} is damaged and left out; the rest is kept")
+        if text != "".join(kept):
+            files.write_text(self.path, "".join(kept))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from accelerate.utils import (
 )
 from tokenizers import Tokenizer
 
+from unmask import files
 from unmask.machine import precision_on
 from unmask.models.adaptation import adapt_causal
 from unmask.models.backbone import SIZES, BackboneConfig
@@ -38,19 +39,21 @@ from unmask.models.vocabulary import vocabulary_of
 from unmask.process_settings import process_settings
 from unmask.tasks import make_task
 from unmask.tasks.task import Task, check_task
-from unmask.training.checkpoints import Checkpoint, CheckpointFolder, read_checkpoint
+from unmask.training.checkpoints import Checkpoint, CheckpointError, CheckpointFolder, read_checkpoint
 from unmask.training.collapse import CollapseGuard
 from unmask.training.compiled import compiled_networks
 from unmask.training.expected_time import warn_of_time
 from unmask.training.folder import (
     RunFolderError,
+    changes_in,
     finish,
     is_finished,
     locked,
     note_start,
     prepare,
     save_stage,
-    settle_recipe,
+    store_recipe,
+    sweep,
 )
 from unmask.training.keeper import Keeper, Stopped, StopSignal, stop_signal
 from unmask.training.loop import Rates, run_stage
@@ -89,18 +92,20 @@ def train(
         accelerator = stack.enter_context(_accelerator(recipe, precision, out, cpu))
         _check_teacher(recipe, accelerator.distributed_type)
         model = _new_model(recipe, task)
-        plain = _continued_elsewhere(recipe, model)
+        plain, changes = _continued_elsewhere(recipe, model), ""
         if accelerator.is_main_process:
             prepare(out, force)
             stack.enter_context(locked(out))
-            settle_recipe(recipe, out, allow_change)
+            changes = changes_in(recipe, out, allow_change)
+            if not changes:
+                store_recipe(recipe, out)
             if recipe.init:
                 note_start(out, weights_hash(model.denoiser))
         accelerator.wait_for_everyone()
         stop = stack.enter_context(stop_signal())
         stack.enter_context(_trackers(recipe, accelerator))
         try:
-            return _Training(recipe, task, out, accelerator, stop).run(model, plain)
+            return _Training(recipe, task, out, accelerator, stop, changes).run(model, plain)
         except Stopped as stopped:
             raise Stopped(f"{stopped}; the same command goes on from there") from None
 
@@ -108,7 +113,10 @@ def train(
 class _Training:
     """The stages of a run.  What is finished is read from its folder, what is under way goes on from its checkpoint."""
 
-    def __init__(self, recipe: Recipe, task: Task, out: Path, accelerator: Accelerator, stop: StopSignal) -> None:
+    def __init__(
+        self, recipe: Recipe, task: Task, out: Path, accelerator: Accelerator, stop: StopSignal, changes: str
+    ) -> None:
+        self.changes = changes  # of the recipe, which is stored once what is trained already is known to fit it
         self.recipe, self.task, self.out, self.accelerator = recipe, task, out, accelerator
         self.compiled = recipe.compile and accelerator.device.type == "cuda"
         self.metrics = Metrics(out / "metrics.jsonl", accelerator.log if recipe.trackers else None, _first(recipe))
@@ -122,6 +130,11 @@ class _Training:
     def run(self, model: OrderModel, plain: OrderModel | None) -> OrderModel:
         """`model` as it was born or as `init` has it; `plain` is its denoiser, trained on by another run."""
         recipe, out = self.recipe, self.out
+        if (out / "config.json").exists():  # a crash came after the model was saved and before the rest was removed
+            model = OrderModel.from_pretrained(out).to(self.accelerator.device)
+            if self.accelerator.is_main_process:
+                sweep(out)
+            return model
         model.to(self.accelerator.device)
         if self.accelerator.is_main_process:
             warn_of_time(recipe, model, self.task, self.accelerator.device, self.accelerator.mixed_precision)
@@ -136,6 +149,7 @@ class _Training:
                 self._baseline(before, out / "baseline")
         model.requires_grad_(True).eval()
         if self.accelerator.is_main_process:
+            self._settle()
             self.metrics.sync()
             finish(model, out)
         self.accelerator.wait_for_everyone()
@@ -146,7 +160,9 @@ class _Training:
         recipe, folder = self.recipe, self.out / "denoiser"
         if recipe.order is not None and folder.exists():
             self.finished.append("denoise")
-            return OrderModel.from_pretrained(folder).to(self.accelerator.device)
+            before = OrderModel.from_pretrained(folder).to(self.accelerator.device)
+            _check_fits(folder, before, model, ("vocab_size", "denoiser", "tied_head", "shift"))
+            return before
         if recipe.denoise is not None:
             rates: Rates = {"denoiser": (model.denoiser, recipe.denoise.learning_rate)}
             index = 3 if recipe.init else 0  # the run that `init` names may have seen the examples of stage 0
@@ -163,7 +179,9 @@ class _Training:
     def _order(self, model: OrderModel, how: OrderRecipe, folder: Path | None) -> None:
         """Learn the order.  It has a folder of its own if the baseline is still to come."""
         if folder is not None and folder.exists():
-            model.load_state_dict(OrderModel.from_pretrained(folder).state_dict())
+            found = OrderModel.from_pretrained(folder)
+            _check_fits(folder, found, model, [field.name for field in dataclasses.fields(OrderModelConfig)])
+            model.load_state_dict(found.state_dict())
             self.finished.append("order")
             return
         objective = OrderObjective(
@@ -203,6 +221,7 @@ class _Training:
         """`index` names the stage's stream of examples and times: no two stages see the same ones."""
         accelerator = self.accelerator
         self.keeper.resume = self._checkpoint(name)
+        self.keeper.begun = lambda update: self._begun(name, update)
         # FSDP2 turns the weights of a module into shards for good, so there it is a copy that is trained.
         sharded = accelerator.distributed_type == DistributedType.FSDP
         trained, trained_rates = copy.deepcopy((objective, rates)) if sharded else (objective, rates)
@@ -232,18 +251,51 @@ class _Training:
         found = None
         if self.accelerator.is_main_process:
             found = self.checkpoints.newest(stage)
-            self.metrics.rewind(self.finished, stage, found.facts["update"] if found else 0)
+            if found is not None:
+                _check_same_networks(found, stage, self.recipe.model)
             chosen = [found.path.name if found else ""]
         chosen = broadcast_object_list(chosen)
         if chosen[0] and found is None:
             found = read_checkpoint(self.checkpoints.folder / chosen[0])
         return found
 
+    def _begun(self, stage: str, update: int) -> None:
+        """All that the run has trained fits the recipe: only now is anything in its folder changed."""
+        if self.accelerator.is_main_process:
+            self._settle()
+            self.metrics.rewind(self.finished, stage, update)
+
+    def _settle(self) -> None:
+        if self.changes:
+            store_recipe(self.recipe, self.out, self.changes)
+            self.changes = ""
+
     def _save(self, model: OrderModel, folder: Path) -> None:
         if self.accelerator.is_main_process:
             self.metrics.sync()
             save_stage(model, folder)
         self.accelerator.wait_for_everyone()
+
+
+def _check_fits(folder: Path, found: OrderModel, model: OrderModel, names: Sequence[str]) -> None:
+    """What a stage left must have the networks that the recipe asks for, which may have been changed since."""
+    for name in names:
+        if getattr(found.config, name) != getattr(model.config, name):
+            raise RunFolderError(
+                f"{folder} has another {name} than the recipe: give the recipe of the run, or --force to begin anew"
+            )
+
+
+def _check_same_networks(found: Checkpoint, stage: str, model: ModelRecipe) -> None:
+    """As `_check_fits`, of a checkpoint: heads, for one, change a network and no shape."""
+    was, now = (flat(table) for table in (found.facts["recipe"]["model"], dataclasses.asdict(model)))
+    for key in now.keys() - {"label"}:
+        used = stage == "order" or not key.startswith(("selector.", "scorer."))
+        if used and was.get(key) != now[key]:
+            raise CheckpointError(
+                f"checkpoint {found.path} does not fit the recipe (model.{key} was {was.get(key)!r}): "
+                "give the recipe of the run, or --force to begin anew"
+            )
 
 
 @contextmanager
@@ -335,7 +387,10 @@ def load_task(folder: Path) -> tuple[Recipe, Task]:
 
 def _recipe_of(folder: Path) -> Recipe:
     try:
+        files.check(folder, "recipe.json")
         return Recipe.from_json((folder / "recipe.json").read_text())
+    except files.ChecksumError as error:
+        raise RunFolderError(str(error)) from None
     except (OSError, ValueError):
         raise RunFolderError(f"{folder}/recipe.json is missing or damaged: train the run again") from None
 
