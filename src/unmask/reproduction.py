@@ -150,7 +150,7 @@ def load_study(name: str) -> tuple[Study, Path]:
         known = known_studies()
         raise RecipeError(f"no study {name!r}; {did_you_mean(name, known)}give a file or one of {', '.join(known)}")
     try:
-        values = tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not valid TOML: {error}") from None
     study: Study = build(Study, values, "study")
@@ -422,7 +422,7 @@ class Reproduction:
             return False
         folder = self.out / stage.name
         try:
-            was = Recipe.from_json((folder / "recipe.json").read_text())
+            was = Recipe.from_json((folder / "recipe.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             raise ValueError(f"{folder}/recipe.json is missing or damaged: move the folder away") from None
         if keys := [key for key, _, _ in differences(was, self._recipe(stage.name))]:

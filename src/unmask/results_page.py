@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unmask.comparison import PLAIN_RULES, SAME, Gain
+from unmask.display import visible
 from unmask.evaluation import Record
 from unmask.jsonl import ResultsError, read_jsonl
 from unmask.report import Line, plot, read_records, svg, told_apart
@@ -66,7 +67,7 @@ def read_results(folder: Path) -> list[Results]:
 def write_page(page: Path, folder: Path) -> None:
     """Write the tables into the page, and the plots into a folder of the page's name beside it."""
     studies = read_results(folder)
-    text = page.read_text() if page.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
+    text = page.read_text(encoding="utf-8") if page.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(END) < text.index(BEGIN):
         raise ResultsError(
             f"{page} needs the line `{BEGIN}` and, below it, the line `{END}`: what is between is replaced"
@@ -76,8 +77,8 @@ def write_page(page: Path, folder: Path) -> None:
     plots.mkdir(parents=True, exist_ok=True)
     for results in studies:
         for part in _parts(results):
-            (plots / part.plot).write_text(svg(plot(lines(part.records))) + "\n")
-    page.write_text(f"{before}{BEGIN}\n\n{tables(studies, plots.name)}\n{after}")
+            (plots / part.plot).write_text(svg(plot(lines(part.records))) + "\n", encoding="utf-8")
+    page.write_text(f"{before}{BEGIN}\n\n{tables(studies, plots.name)}\n{after}", encoding="utf-8")
 
 
 def tables(studies: Sequence[Results], plots: str) -> str:
@@ -98,7 +99,7 @@ def tables(studies: Sequence[Results], plots: str) -> str:
             parts += [_table(*rows) for rows in _heuristics(records)]
         if results.done:
             parts += [f"## {results.name}: wall time", _times(results.done)]
-    return "\n\n".join(parts) + "\n"
+    return visible("\n\n".join(parts) + "\n")
 
 
 class Part(NamedTuple):

@@ -74,7 +74,7 @@ class OrderModel(nn.Module):
         self.tokenizer.save(str(folder / "tokenizer.json"))
         checksum = _checksum(folder / "model.safetensors")
         config = {"format_version": FORMAT_VERSION, "weights_sha256": checksum, **asdict(self.config)}
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> OrderModel:
@@ -127,7 +127,7 @@ def with_mask_token(tokenizer: Tokenizer) -> Tokenizer:
 def _read_config(path: Path) -> tuple[OrderModelConfig, str | None]:
     """The config, and the checksum of the weights that belong to it."""
     try:
-        fields: dict[str, Any] = json.loads(path.read_text())
+        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         version = fields.pop("format_version")
     except (ValueError, KeyError, AttributeError, TypeError):  # no JSON, no such key, no object, a list
         raise ModelFolderError(f"{path} is not the config of an unmask model (no format_version)") from None

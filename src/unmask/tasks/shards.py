@@ -86,7 +86,7 @@ def fingerprint(hashes: Iterable[str], shards: Sequence[Path], *settings: object
 def read_hashes(path: Path) -> dict[str, str]:
     """What `hash_shards` found before; nothing where it cannot be read."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -117,7 +117,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     """One process at a time: those that were started together would write the same cache into each other's files."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("a")
+        lock = (folder / "lock").open("a", encoding="utf-8")
     except OSError as error:
         raise ShardError(f"no cache can be made in {folder} ({error.strerror}): set cache to a folder") from None
     with lock as file:
@@ -130,7 +130,7 @@ class TokenCache:
 
     def __init__(self, folder: Path) -> None:
         try:
-            about = json.loads((folder / "cache.json").read_text())
+            about = json.loads((folder / "cache.json").read_text(encoding="utf-8"))
             path = folder / "tokens.bin"  # an empty file cannot be mapped
             self.tokens = np.memmap(path, about["dtype"], "r") if path.stat().st_size else np.zeros(0, about["dtype"])
             self.offsets = np.memmap(folder / "offsets.bin", np.int64, "r")
@@ -172,7 +172,7 @@ def write_cache(folder: Path, sequences: Iterable[Sequence[int]], vocab_size: in
             rows, position = rows + 1, position + len(sequence)
             offsets.write(np.int64(position).tobytes())
     about = {**about, "dtype": dtype.name, "rows": rows, "tokens": position}
-    (partial / "cache.json").write_text(json.dumps(about, indent=2) + "\n")
+    (partial / "cache.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     sync_folder(partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import unmask
+from unmask.display import say
 
 FORMAT_VERSION = 1
 TENSORS, FACTS, MANIFEST = "tensors.safetensors", "facts.json", "manifest.json"
@@ -45,7 +45,7 @@ class Checkpoint(NamedTuple):
 
 
 def warn(message: str) -> None:
-    print(f"unmask: {message}", file=sys.stderr, flush=True)
+    say(f"unmask: {message}", err=True)
 
 
 class CheckpointFolder:
@@ -67,9 +67,9 @@ class CheckpointFolder:
             partial.mkdir()
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / TENSORS)
             about = {"format_version": FORMAT_VERSION, "unmask": unmask.__version__, "stage": stage, "update": update}
-            (partial / FACTS).write_text(json.dumps({**about, **facts}) + "\n")
+            (partial / FACTS).write_text(json.dumps({**about, **facts}) + "\n", encoding="utf-8")
             written = {name: _fingerprint(partial / name) for name in (TENSORS, FACTS)}
-            (partial / MANIFEST).write_text(json.dumps(written, indent=2) + "\n")
+            (partial / MANIFEST).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
             sync_folder(partial)
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
@@ -116,11 +116,11 @@ class CheckpointFolder:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Raises DamagedError in one line unless every byte is as it was written."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         for name in (TENSORS, FACTS):
             if manifest[name] != _fingerprint(path / name):
                 raise DamagedError(f"checkpoint {path} is damaged ({name} is not what was written)")
-        facts = json.loads((path / FACTS).read_text())
+        facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
         version = facts["format_version"]
         tensors = load_file(path / TENSORS) if version == FORMAT_VERSION else {}
     except (OSError, SafetensorError) as error:
@@ -163,7 +163,7 @@ def sync_folder(folder: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Replace a file whole: a crash leaves the old one or the new one, never a part."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     sync(partial)
     partial.rename(path)
     sync(path.parent)

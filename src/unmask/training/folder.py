@@ -38,7 +38,7 @@ class RunFolderError(ValueError):
 def locked(out: Path) -> Iterator[None]:
     """Keep other processes from training into `out`.  The kernel lets go of the lock however this process ends."""
     path = out / "lock"
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.stat().st_ino != os.fstat(file.fileno()).st_ino:
@@ -99,7 +99,7 @@ def settle_recipe(recipe: Recipe, out: Path, allow_change: bool) -> None:
     path = out / "recipe.json"
     if path.exists():
         try:
-            stored = Recipe.from_json(path.read_text())
+            stored = Recipe.from_json(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             raise RunFolderError(f"{path} is damaged: restore it from a copy, or begin anew with --force") from None
         changes = differences(stored, recipe)
@@ -110,7 +110,7 @@ def settle_recipe(recipe: Recipe, out: Path, allow_change: bool) -> None:
                 "new one, or --force to begin anew"
             )
         if changes:
-            with (out / "changes.log").open("a") as file:
+            with (out / "changes.log").open("a", encoding="utf-8") as file:
                 file.write(f"{said}\n")
         if stored == recipe:
             return

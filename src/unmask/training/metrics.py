@@ -36,7 +36,7 @@ class Metrics:
 
     def _append(self, values: dict[str, Any]) -> None:
         try:
-            with self.path.open("a") as file:
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(values) + "\n")
         except OSError as error:
             raise CheckpointError(
