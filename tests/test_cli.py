@@ -1,8 +1,10 @@
 """The command line, in this process: what each command prints and writes, and what it says of bad input."""
 
+import io
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,6 +13,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 import unmask
+from tests.test_display import HIDDEN
 from tests.test_report import LEARNED, heuristic
 from tests.training.small import TINY_RECIPE, contents, json_lines
 from unmask import cli, evaluation, files
@@ -65,12 +68,16 @@ def call(capsys):
 
 @pytest.fixture
 def refused(call):
-    """Runs a command that must fail as bad input does: exit code 2, one line on stderr, no traceback."""
+    """Runs a command that must fail as bad input does: exit code 2, one line on stderr, no traceback.
+
+    Progress that was made before is told above it.
+    """
 
     def run_command(*arguments):
         code, _, err = call(*arguments)
         assert code == 2, err
-        assert len(err.splitlines()) == 1
+        *before, err = err.splitlines()
+        assert all(re.match(r"[a-z]+ \d+/\d+", line) for line in before), before
         assert err.startswith("unmask: ")
         assert "Traceback" not in err
         assert "Error" not in err, "a message, not the name of an exception"
@@ -656,13 +663,13 @@ def test_budgets_that_a_rule_cannot_run_at_are_left_out(call, refused, run):
     rules = ["--policy", "blocks(1,margin)", "--policy", "iid"]
     code, _, err = call("evaluate", run, *rules, "--steps", "2", "--steps", "4", "--steps", "3")
     assert code == 0
-    assert err.splitlines() == ["unmask: blocks(1,margin) cannot run at 2, 3 steps: left out"]
+    assert re.findall("unmask: .*", err) == ["unmask: blocks(1,margin) cannot run at 2, 3 steps: left out"]
     new = [(r["policy"], r["budget"]) for r in json_lines(run / "results.jsonl")[7:]]
     # iid ran at 2 and 4 before
     assert new == [("blocks(1,margin)", 4), ("iid", 3)]
     code, _, err = call("evaluate", run, "--policy", "blocks(1,entropy)")  # the recipe's budgets: 2 and 4
     assert code == 0
-    assert err == "unmask: blocks(1,entropy) cannot run at 2 steps: left out\n"
+    assert err.startswith("unmask: blocks(1,entropy) cannot run at 2 steps: left out\n")
     code, _, err = call("evaluate", run, "--policy", "learned", "--steps", "2", "--steps", "3")
     assert (code, err) == (0, "unmask: learned cannot run at 3 steps: left out\n")
     before = contents(run)
@@ -943,6 +950,35 @@ def test_report_writes_one_page(call, run):
     for part in ("equal steps", "95% interval from a paired bootstrap", "mean score", "frozen denoiser"):
         assert part in page
     assert (run / "orders.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_elsewhere_leaves_the_run_alone(base, call, tmp_path):
+    before = contents(base / "frozen")
+    assert call("report", base / "frozen", "--out", tmp_path / "page.html")[0] == 0
+    assert contents(base / "frozen") == before
+    assert "learned, T = 2" in (tmp_path / "page.html").read_text()
+
+
+def test_names_that_steer_a_terminal_are_written_out(call, refused, run):
+    hostile = run.rename(run.parent / "\x1b]0;owned\x07\u202e[red]")
+    for command in (["evaluate", hostile], ["sample", hostile, "--svg", hostile / "a.svg"], ["report", hostile]):
+        code, out, err = call(*command)
+        assert code == 0, err
+        assert not re.search(HIDDEN, out + err)
+        assert command[0] == "evaluate" or r"\x1b]0;owned\x07\u202e[red]" in out
+    assert not re.search(HIDDEN, (hostile / "report.html").read_text(encoding="utf-8"))
+    assert r"\x1b]0;owned" in refused("sample", hostile / "nowhere")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_any_encoding_will_do(monkeypatch, call, run, encoding):
+    for command in ("evaluate", "sample", "report"):
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+            code, _, err = call(command, run)
+            shown = sys.stdout.buffer.getvalue().decode(encoding)
+        assert code == 0, err
+        assert {"evaluate": "0.000-", "sample": " mask", "report": "report: "}[command] in shown
 
 
 def test_report_of_several_runs(base, call, tmp_path):

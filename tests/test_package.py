@@ -1,6 +1,7 @@
 """What the package imports, and when."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,19 +84,46 @@ def test_every_public_name_has_a_home():
     assert sorted([*_HOMES, "policies"]) == unmask.__all__
 
 
-def test_help_waits_for_neither_torch_nor_transformers():
-    code = """
+@pytest.mark.parametrize("command", ["--help", "policies"])
+def test_neither_help_nor_policies_wait_for_torch(command):
+    code = f"""
 import sys
 from unmask.cli import main
 try:
-    main(["--help"])
+    main(["{command}"])
 except SystemExit as leaving:
     assert not leaving.code
 print("HEAVY", [name for name in ("torch", "transformers", "numpy", "matplotlib", "accelerate") if name in sys.modules])
 """
     out = run(code)
-    assert "evaluate" in out
+    assert {"--help": "evaluate", "policies": "threshold(0.9,"}[command] in out
     assert "HEAVY []" in out
+
+
+@pytest.mark.parametrize("module", ["typer", "torch"])
+def test_ctrl_c_during_an_import_is_one_line(tmp_path, module):
+    """Also where the import that was interrupted raises something else."""
+    send = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / f"{module}.py").write_text(send + "except KeyboardInterrupt:\n    raise RecursionError from None\n")
+    command = [sys.executable, "-m", "unmask", "sample", "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (130, "unmask: interrupted\n")
+
+
+def test_what_is_printed_is_escaped_and_what_is_written_is_utf8():
+    """All that is printed goes through unmask.display; no text file is read or written in the locale's encoding."""
+    wrong = []
+    for path in FILES:
+        calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+        for node in calls if path.name not in ("display.py", "__main__.py") else []:
+            called = ast.unparse(node.func)
+            binary = called == "os.open" or (called.endswith(".open") and any("b" in ast.unparse(a) for a in node.args))
+            as_text = called.endswith((".read_text", ".write_text", ".open")) and not binary
+            if called in ("print", "typer.echo", "escape", "html.escape") or (
+                as_text and "encoding" not in [keyword.arg for keyword in node.keywords]
+            ):
+                wrong.append(f"{path.name}:{node.lineno}: {called}")
+    assert wrong == []
 
 
 def test_import_unmask_does_not_wait_for_torch():

@@ -4,12 +4,14 @@ import dataclasses
 import io
 import json
 import re
+import xml.dom.minidom
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from tests.test_display import HIDDEN
 from unmask.comparison import Comparison, Result, compare
 from unmask.evaluation import BoundReport, Order, Record
 from unmask.jsonl import ResultsError, append_jsonl
@@ -273,6 +275,25 @@ def test_the_table_fits_in_80_columns():
         row = next(line for line in lines if line.strip().startswith(cells["policy"] + " "))
         for heading in set(cells) - {"flexible", "denoiser"}:
             assert cells[heading] in row
+
+
+LONG = "blocks(32,stochastic(top-prob(confidence=sampled),0.5))"
+
+
+@pytest.mark.parametrize("width", [60, 40])
+def test_a_narrow_table_leaves_columns_out(width):
+    """Whole ones, which the caption names; rules and scores stay readable."""
+    records = [*RECORDS, heuristic(LONG, 4, mean_steps=4.0, score=0.123, num_forwards=160_000)]
+    text = printed(table(records, "title", ""), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    lines = text.splitlines()
+    edge = lines[2].index("steps")
+    assert f"learned, T = 2{LONG} @ 4iid @ 2" in "".join(line[:edge].strip() for line in lines[4:])
+    for record in records:
+        assert re.search(rf" {record.mean_steps:.2f}  .*{record.score:.3f} ", text)
+    assert "true 99%, passes." in " ".join(text.split()).partition("No room for: ")[2]
+    assert "true 99%  " not in text
 
 
 def test_the_table_says_title_and_caption():
@@ -631,7 +652,7 @@ def test_the_page_tells_the_comparison(tmp_path):
     assert text.index("which denoiser") < text.index("equal steps")
 
 
-EVIL = "<script>alert('&')</script>"
+EVIL = "\x1b[2J\u202e<script>alert('&')</script>"
 
 
 def test_the_page_escapes_the_names_of_runs_and_rules(tmp_path):
@@ -645,6 +666,13 @@ def test_the_page_escapes_the_names_of_runs_and_rules(tmp_path):
     assert "<script" not in text
     assert text.count("&lt;script&gt;") > 6
     assert not {"script", "b"} & Page(text).count.keys()
+    assert not re.search(HIDDEN, text)
+    drawings = re.findall("<svg.*?</svg>", text, flags=re.DOTALL)
+    assert len(drawings) == 5
+    for drawing in drawings:
+        xml.dom.minidom.parseString(drawing)
+    for shown in (table([evil, rule, one], EVIL, EVIL), comparison_table(compared, [evil]), bound_table(BOUND, EVIL)):
+        assert not re.search(HIDDEN, printed(shown))
 
 
 def test_runs_of_the_same_task_share_a_plot(tmp_path):

@@ -10,7 +10,9 @@ from torch import nn
 
 from tests.tasks.test_gsm8k import TEST, many, write_jsonl
 from tests.test_cli import call, refused  # noqa: F401
+from tests.test_display import HIDDEN
 from tests.test_reproduction import DENOISER
+from unmask.cli import _console, _print_legend
 from unmask.decoding.policies import LeftToRight, TopProbability
 from unmask.decoding.tokens import TokenChoice
 from unmask.tasks.groups import Groups
@@ -115,6 +117,34 @@ def test_the_picture(task):
     answer = ["".join(part.firstChild.data for part in row.childNodes) for row in rows][4:8]
     assert answer[0].startswith("answer: steps steps")
     assert answer[-1] == "#### 4"
+
+
+class Hostile(Groups):
+    """Its tokens steer a terminal; with `text` they are shown as a text, after a question."""
+
+    vocabulary = ("\x1b]0;owned\x07", "\u202e\u2028", "\n\x9b2J")
+
+
+def test_nothing_that_is_written_steers_the_terminal():
+    puzzle = Hostile(groups=2, group_size=2, symbols=3)
+    assert text(spans(puzzle, [0, 1, 2], [0, 1, 1])) == r"\x1b]0;owned\x07 \u202e\u2028 ↵\x9b2J"
+    vars(puzzle)["text"] = lambda tokens: "".join(puzzle.vocabulary[token] for token in tokens)
+    writing = written(puzzle, steps=2)
+    assert not re.search(HIDDEN, writing.question + writing.wanted + text(writing.result))
+    drawing = picture([replace(writing, question="\x1b[2J\x00?", policy="\uffff")])
+    xml.dom.minidom.parseString(drawing)
+    assert r"\x1b[2J\x00?" in drawing
+
+
+def test_the_legend_of_many_steps_is_one_line(task, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    _print_legend(_console(), 72, has_end=True)
+    assert capsys.readouterr().out == "step 0 1 2 3 4 5 ... 71  prompt  · mask  ░ end of sequence\n"
+    legend = xml.dom.minidom.parseString(picture([replace(written(task), budget=72)])).getElementsByTagName("text")[0]
+    shown = "".join(part.firstChild.data for part in legend.childNodes)
+    assert shown.startswith("step  0 6 13 19 ")
+    assert "71   · masked" in shown
+    assert len(shown) <= 104
 
 
 @pytest.fixture(scope="module")

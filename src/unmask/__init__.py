@@ -10,7 +10,6 @@ The names are imported when they are first used: `import unmask` itself does not
 """
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from unmask.training.recipe import load_recipe
     from unmask.training.run import train
 
+    __version__: str
+
 _HOMES = {
     "OrderModel": "unmask.models.order_model",
     "adapt_causal": "unmask.models.adaptation",
@@ -38,11 +39,6 @@ _HOMES = {
     "load_recipe": "unmask.training.recipe",
     "train": "unmask.training.run",
 }
-
-try:
-    __version__ = version("unmask")
-except PackageNotFoundError:  # run from source, not installed
-    __version__ = "source"
 
 __all__ = [
     "Engine",
@@ -65,6 +61,13 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("unmask")
+        except PackageNotFoundError:  # run from source, not installed
+            return "source"
     if name == "policies":
         return import_module("unmask.decoding.policies")
     if name in _HOMES:

@@ -6,20 +6,19 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 import unmask
+from unmask.display import accept_any_character, in_markup, say
 from unmask.reproduction import known_studies
 from unmask.training.recipe import known_recipes, load_recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rich.console import Console
     from torch import Tensor
 
@@ -74,6 +73,7 @@ UsageError: Any = typer.BadParameter.__base__
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; whatever the user can mend is one line on stderr and exit code 2."""
     forced = "--force" in (sys.argv if arguments is None else arguments)
+    accept_any_character()
     sys.path.append("")  # a task of the user's own, named "module:Class", may lie in the current folder
     try:
         code = app(arguments, prog_name="unmask", standalone_mode=False)
@@ -99,12 +99,12 @@ def _refuse(message: str, forced: bool = False) -> None:
     if forced:  # that would begin anew
         message = message.replace("the same command", "the same command without --force")
     rank = os.environ.get("RANK", "0")  # of the processes that torchrun started
-    typer.echo(f"unmask{'' if rank == '0' else f' (process {rank})'}: {' '.join(message.split())}", err=True)
+    say(f"unmask{'' if rank == '0' else f' (process {rank})'}: {' '.join(message.split())}", err=True)
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(unmask.__version__)
+        say(unmask.__version__)
         raise typer.Exit
 
 
@@ -137,21 +137,19 @@ def demo(
     _evaluate_bound(out, None, 8, None, cpu=True)
     _write_report([out], out / "report.html")
     cpu_seconds = time.process_time()
-    typer.echo(
-        f"report: {out / 'report.html'}   ({time.perf_counter() - started:.0f} s, {cpu_seconds:.0f} CPU seconds)"
-    )
+    say(f"report: {out / 'report.html'}   ({time.perf_counter() - started:.0f} s, {cpu_seconds:.0f} CPU seconds)")
     failures = verdict(records)
     if failures:
         for failure in failures:
-            typer.echo(f"unmask: the learned order did NOT win: {failure}", err=True)
+            say(f"unmask: the learned order did NOT win: {failure}", err=True)
         raise typer.Exit(1)
-    typer.echo("The learned order wins at the same number of steps.")
+    say("The learned order wins at the same number of steps.")
 
 
 @recipes.command()
 def show(recipe: RecipeName, set_: Overrides = None) -> None:
     """Check a recipe and print it resolved: every value that a run of it would use, as a recipe."""
-    typer.echo(load_recipe(recipe, set_ or []).to_toml(), nl=False)
+    say(load_recipe(recipe, set_ or []).to_toml(), end="")
 
 
 @app.command()
@@ -185,7 +183,7 @@ def train(
         raise ValueError(_smaller_batches(wanted, out)) from None
     if os.environ.get("RANK", "0") != "0":
         return
-    typer.echo(f"model: {out}   next: unmask evaluate {out}")
+    say(f"model: {out}   next: unmask evaluate {out}")
 
 
 def _smaller_batches(recipe: Recipe, out: Path) -> str:
@@ -312,10 +310,10 @@ def reproduce(
     from unmask.reproduction import Reproduction, load_study, written
 
     started = time.perf_counter()
-    whole = Reproduction(*load_study(study), out, set_ or [], cpu, command=_command, say=typer.echo, jobs=jobs)
+    whole = Reproduction(*load_study(study), out, set_ or [], cpu, command=_command, say=say, jobs=jobs)
     if dry_run:
         for planned in whole.stages(stage or []):
-            typer.echo(written(whole.known(planned)))
+            say(written(whole.known(planned)))
         return
     from unmask.training.keeper import Stopped
 
@@ -324,7 +322,7 @@ def reproduce(
     except Stopped as stopped:
         _refuse(str(stopped))
         raise typer.Exit(75) from None
-    typer.echo(f"records: {whole.records}   ({time.perf_counter() - started:.0f} s)")
+    say(f"records: {whole.records}   ({time.perf_counter() - started:.0f} s)")
 
 
 def _command(arguments: list[str]) -> None:
@@ -360,21 +358,21 @@ def report(
         if out is not None or len(runs) != 1:
             raise ValueError("--markdown takes one folder of records, such as OUT/results, and no --out")
         write_page(markdown, runs[0])
-        typer.echo(f"page: {markdown}")
+        say(f"page: {markdown}")
         return
     page = out or runs[0] / "report.html"
-    _write_report(runs, page)
-    typer.echo(f"report: {page}")
+    _write_report(runs, page, pictures=out is None)
+    say(f"report: {page}")
 
 
 @app.command()
 def policies() -> None:
     """List every unmasking rule with its parameters and defaults: what --policy takes."""
-    from unmask.decoding.policies.names import RULES, summary, usage
+    from unmask.rule_list import listed_rules
 
-    for rule in RULES.values():
-        typer.echo(f"{usage(rule):<33} {summary(rule)}")
-    typer.echo(
+    for usage, summary in listed_rules():
+        say(f"{usage:<33} {summary}")
+    say(
         "\nA rule is written as its name alone (margin), with one value (threshold:0.9), or with several\n"
         "(klass(0.9,0.01,2), eb(0.1,order=margin), blocks(32,stochastic(margin,0.5))).\n"
         "learned, lo-arm and reward decide by the run's own selector; the last two are decoding rules only,\n"
@@ -420,6 +418,7 @@ def sample(
     from unmask.evaluation import policy_named
     from unmask.files import write_text
     from unmask.processes import Processes
+    from unmask.progress import progress
     from unmask.writing import PICTURE, picture, write
 
     if svg is not None and svg.exists() and PICTURE not in svg.read_text(errors="replace")[:1000]:
@@ -439,7 +438,7 @@ def sample(
     has_end = hasattr(task, "text")  # which is shown by a mark then
     if not wanted:
         _print_legend(console, budget, has_end)
-    with _progress("looking", len(candidates)) if wanted else nullcontext() as advance:
+    with progress("looking", len(candidates), transient=True) if wanted else nullcontext() as advance:
         for number in candidates:
             written = list[Any]()
             for rule in rules:
@@ -448,7 +447,7 @@ def sample(
                 if wanted and written[-1].valid != wanted[len(written) - 1]:
                     break  # the other rules cannot make it what is looked for
             if advance is not None:
-                advance(1)
+                advance()
             if wanted and [writing.valid for writing in written] != wanted:
                 continue
             found.append(written)
@@ -465,7 +464,7 @@ def sample(
     if svg is not None:
         svg.parent.mkdir(parents=True, exist_ok=True)
         write_text(svg, picture([writing for written in found for writing in written]))
-        typer.echo(f"picture: {svg}")
+        say(f"picture: {svg}")
 
 
 SEARCHED = 1000  # examples that `sample --find` looks at where a task has no end of them
@@ -481,15 +480,15 @@ def _right_or_wrong(find: str, rules: int) -> list[bool]:
 def _print_legend(console: Console, budget: int, has_end: bool) -> None:
     from unmask.writing import END, MASK
 
-    shown = "  ".join(f"[{_colour(i)}]{i}[/]" for i in range(budget))
-    ends = f"   {END} end of sequence" if has_end else ""
-    console.print(f"step  {shown}   [dim]prompt[/]   {MASK} mask{ends}")
+    # One line at 60 columns; the colours repeat anyway.
+    marked = [f"[{_colour(i)}]{i}[/]" for i in range(budget)]
+    shown = " ".join(marked if budget <= 12 else [*marked[:6], "...", marked[-1]])
+    ends = f"  {END} end of sequence" if has_end else ""
+    console.print(f"step {shown}  [dim]prompt[/]  {MASK} mask{ends}")
 
 
 def _print_writing(console: Console, written: Sequence[Writing], trace: bool) -> None:
     """What the rules wrote for one example; where it has a question, that first."""
-    from rich.markup import escape
-
     from unmask.writing import Span, outcome, wrapped
 
     def print_spans(label: str, spans: Sequence[Span]) -> None:
@@ -498,11 +497,11 @@ def _print_writing(console: Console, written: Sequence[Writing], trace: bool) ->
             console.print(shown.rstrip(), soft_wrap=True)
 
     if written[0].question:
-        console.print(f"\n[bold]{written[0].example}[/]  {escape(written[0].question)}")
-        console.print(f"[dim]answer:[/] {escape(written[0].wanted)}")
+        console.print(f"\n[bold]{written[0].example}[/]  {in_markup(written[0].question)}")
+        console.print(f"[dim]answer:[/] {in_markup(written[0].wanted)}")
     for writing in written:
         if len(written) > 1:
-            console.print(f"{escape(writing.policy)}:")
+            console.print(f"{in_markup(writing.policy)}:")
         for i, frame in enumerate(writing.frames if trace else []):
             print_spans(str(i), frame)
         print_spans("=" if trace else "", [*writing.result, Span(f"   {outcome(writing)}", None)])
@@ -510,13 +509,11 @@ def _print_writing(console: Console, written: Sequence[Writing], trace: bool) ->
 
 def _line(spans: Sequence[Span]) -> str:
     """Every token in the colour of the step that revealed it."""
-    from rich.markup import escape
-
     shown = []
     for span in spans:
         style = "dim" if span.step == -1 else "" if span.step is None else _colour(span.step)
         style = f"dim {style}" if span.is_end else style
-        shown.append(f"[{style}]{escape(span.text)}[/]" if style and span.text.strip() else escape(span.text))
+        shown.append(f"[{style}]{in_markup(span.text)}[/]" if style and span.text.strip() else in_markup(span.text))
     return "".join(shown)
 
 
@@ -602,6 +599,7 @@ def _evaluate_run(
     from unmask.machine import precision_on
     from unmask.models.order_model import weights_hash
     from unmask.processes import Processes
+    from unmask.progress import progress
     from unmask.report import read_orders, read_records, table
     from unmask.tasks.task import held_out_split
     from unmask.verdicts import VerdictFile
@@ -628,12 +626,12 @@ def _evaluate_run(
             rule.check(wanted[0], sizes)  # says why
         left_out = [str(budget) for budget in wanted if budget not in fitting]
         if left_out and processes.is_main:
-            typer.echo(f"unmask: {rule.name} cannot run at {', '.join(left_out)} steps: left out", err=True)
+            say(f"unmask: {rule.name} cannot run at {', '.join(left_out)} steps: left out", err=True)
         (learned if is_learned else heuristics).extend((rule, budget) for budget in fitting)
     sampling = recipe.seed if seed is None else seed
     precision = precision_on(processes.device.type, "bf16" if bf16 else "no")
     if bf16 and precision == "no" and processes.is_main:
-        typer.echo("unmask: without --bf16: bfloat16 is slower than float32 on this CPU", err=True)
+        say("unmask: without --bf16: bfloat16 is slower than float32 on this CPU", err=True)
     way: dict[str, Any] = {
         **{name: getattr(choice, name) for name in ("temperature", "top_p", "top_k", "guidance", "eos_policy")},
         "task": task.name,
@@ -651,7 +649,7 @@ def _evaluate_run(
 
     def evaluated(wanted: Sequence[tuple[Policy, int]]) -> list[Result]:
         found = []
-        with _progress("evaluate", number * len(wanted), processes.is_main) as advance:
+        with progress("evaluate", number * len(wanted), visible=processes.is_main) as advance:
             for rule, budget in wanted:
                 record, order, verdicts = evaluate_policy(
                     model if isinstance(rule, NetworkPolicy) else plain,
@@ -780,6 +778,7 @@ def _evaluate_bound(
     from unmask.files import write_text
     from unmask.jsonl import sealed
     from unmask.processes import Processes
+    from unmask.progress import progress
     from unmask.report import bound_table
 
     processes = Processes(cpu)
@@ -789,7 +788,7 @@ def _evaluate_bound(
     if model.selector is None:
         raise ValueError(f"{run} has no learned order, so it has no order bound: train one with an [order] section")
     number = examples or recipe.evaluate.examples
-    with _progress("bound", number) as advance:
+    with progress("bound", number) as advance:
         bound = evaluate_bound(
             model,
             plain,
@@ -803,7 +802,8 @@ def _evaluate_bound(
     _console().print(bound_table(bound, task.name))
 
 
-def _write_report(runs: list[Path], page: Path) -> None:
+def _write_report(runs: list[Path], page: Path, pictures: bool = True) -> None:
+    """Write the page and, with `pictures`, orders.png into every run."""
     import json
 
     from unmask.comparison import compare, results
@@ -835,7 +835,7 @@ def _write_report(runs: list[Path], page: Path) -> None:
         )
     write_html(page, sections)
     for run, section in zip(runs, sections, strict=True):
-        if chosen := pictured(section.orders):
+        if pictures and (chosen := pictured(section.orders)):
             refuse_link(run / "orders.png")
             order_picture(chosen).savefig(run / "orders.png", dpi=110)
 
@@ -907,12 +907,3 @@ def _load(run: Path, processes: Processes, split: str | None = None) -> tuple[Or
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     return model.to(processes.device), plain.to(processes.device), task, recipe
-
-
-@contextmanager
-def _progress(name: str, total: int, visible: bool = True) -> Iterator[Callable[[int], None]]:
-    from rich.progress import Progress
-
-    with Progress(disable=not visible) as bar:
-        line = bar.add_task(f"{name:<9}", total=total)
-        yield lambda sequences: bar.advance(line, sequences)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.markup import escape
 
+from unmask.display import in_markup
 from unmask.training.keeper import Stopped, stop_signal
 
 PAUSE = 0.1  # seconds between two looks at what is running
@@ -97,7 +97,9 @@ def run_jobs(
 
 
 def _failure(job: Job, code: int) -> str:
-    lines = [line.strip() for line in job.log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip() for line in job.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
+    ]
     said = lines[-1].removeprefix("unmask: ")
     return f"{job.name} failed with exit code {code}: {said} (all that it wrote is in {job.log})"
 
@@ -122,7 +124,7 @@ class _Line:
 
     def show(self, text: str) -> None:
         if self.status is not None:
-            self.status.update(escape(text))
+            self.status.update(in_markup(text))
             self.status.start()
 
     def hide(self) -> None:

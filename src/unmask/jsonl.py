@@ -47,7 +47,7 @@ def append_jsonl(path: Path, items: Sequence[Any]) -> None:
     refuse_link(path)
     if path.exists():
         _mend_the_end(path)
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         for item in items:
             file.write(sealed(asdict(item)) + "\n")
 
@@ -60,7 +60,7 @@ def read_jsonl(path: Path, kind: type[Any]) -> list[dict[str, Any]]:
     hints = get_type_hints(kind)
     known = {field.name for field in fields(kind)}
     needed = {field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING}
-    *lines, end = path.read_text(errors="replace").split("\n")
+    *lines, end = path.read_text(encoding="utf-8", errors="replace").split("\n")
     rows = []
     for number, line in enumerate([*lines, end] if _whole(end) else lines, start=1):
         try:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import html
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich import box
-from rich.markup import escape
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from unmask.comparison import Comparison, Result, area, curves
+from unmask.display import in_html, in_markup, visible
 from unmask.evaluation import BoundReport, Order, Record
 from unmask.files import write_text
 from unmask.jsonl import ResultsError, read_jsonl, unsealed
@@ -46,7 +48,7 @@ def read_bound(path: Path) -> BoundReport | None:
     if not path.exists():
         return None
     try:
-        return BoundReport(**unsealed(path.read_text()))
+        return BoundReport(**unsealed(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError):
         raise ResultsError(f"{path} is damaged or from another version: run `unmask evaluate --bound` again") from None
 
@@ -136,7 +138,7 @@ def rows_of(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
 
 
 def legend(headings: Sequence[str]) -> str:
-    return " ".join(f"{heading}: {HEADINGS[heading]}." for heading in headings if HEADINGS[heading])
+    return " ".join(f"{heading}: {HEADINGS[heading]}." for heading in headings if HEADINGS.get(heading))
 
 
 def ordered(records: Sequence[Record]) -> list[Record]:
@@ -144,16 +146,64 @@ def ordered(records: Sequence[Record]) -> list[Record]:
     return sorted(records, key=lambda r: (r.task, r.trained_budget is None, r.policy, r.budget, r.seed))
 
 
-def table(records: Sequence[Record], title: str, caption: str) -> Table:
-    """For the terminal, 80 columns wide: all but the denoiser's hash, of which the caption tells."""
+@dataclass(frozen=True)
+class TextTable:
+    """A table for the terminal: names to the left, which may take several lines, numbers to the right.
+
+    Where it is too wide, whole columns are left out, the first of `minor` first, and the caption says which: no number
+    is cut, and names have 16 characters at least if they need them.
+    """
+
+    title: str
+    caption: str
+    headings: list[str]
+    rows: list[list[str]]
+    minor: Sequence[str] = ()
+    marked: Sequence[bool] = ()  # the rows of learned orders
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        cells = {heading: column for heading, *column in zip(self.headings, *self.rows, strict=True)}
+        widths = {heading: max(map(len, (heading, *column))) for heading, column in cells.items()}
+        widths[self.headings[0]] = min(16, widths[self.headings[0]])
+        for heading in self.minor:
+            if heading in widths and sum(widths.values()) + 2 * len(widths) > options.max_width:
+                del widths[heading]
+        left_out = [heading for heading in cells if heading not in widths]
+        note = f"No room for: {', '.join(left_out)}." if left_out else ""
+        shown = Table(
+            title=in_markup(self.title),
+            title_justify="left",
+            caption=in_markup(" ".join(filter(None, (self.caption, legend(list(widths)), note)))),
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
+        )
+        for heading in widths:
+            if heading == self.headings[0]:
+                shown.add_column(heading, overflow="fold")
+            else:
+                shown.add_column(heading, justify="right", no_wrap=True)
+        for row, marked in zip_longest(zip(*(cells[heading] for heading in widths), strict=True), self.marked):
+            shown.add_row(*map(in_markup, row), style=f"bold {LEARNED_COLOUR}" if marked else "")
+        yield shown
+
+
+MINOR = ("passes", "true 99%", "range", "flexible", "distinct", "95%")
+
+
+def table(records: Sequence[Record], title: str, caption: str) -> TextTable:
+    """For the terminal: all but the denoiser's hash, of which the caption tells."""
     records = ordered(records)
     headings, rows = rows_of(records)
-    shown = _table(title, " ".join([caption, *notes(records), legend(headings)]))
-    _add_columns(shown, headings[:-1])
-    for record, row in zip(records, rows, strict=True):
-        style = f"bold {LEARNED_COLOUR}" if record.trained_budget is not None else ""
-        shown.add_row(*row[:-1], style=style)
-    return shown
+    return TextTable(
+        title,
+        " ".join([caption, *notes(records)]),
+        headings[:-1],
+        [row[:-1] for row in rows],
+        MINOR,
+        [record.trained_budget is not None for record in records],
+    )
 
 
 def notes(records: Sequence[Record]) -> list[str]:
@@ -224,23 +274,16 @@ def by_learned(comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
     return list(found.values())
 
 
-def comparison_table(comparisons: Sequence[Comparison], among: Sequence[Record]) -> Table:
+def comparison_table(comparisons: Sequence[Comparison], among: Sequence[Record]) -> TextTable:
     """One learned order against each heuristic, for the terminal."""
-    caption = " ".join([not_comparable(comparisons), COMPARISON_LEGEND]).strip()
-    shown = _table(comparison_title(comparisons[0], among), caption)
-    _add_columns(shown, comparison_headings(comparisons[0]))
-    for comparison in comparisons:
-        shown.add_row(*comparison_columns(comparison))
-    return shown
-
-
-def _add_columns(shown: Table, headings: Sequence[str]) -> None:
-    """Names to the left, which may take several lines; numbers to the right, which may not."""
-    for heading in headings:
-        if heading == headings[0]:
-            shown.add_column(heading, overflow="fold")
-        else:
-            shown.add_column(heading, justify="right", no_wrap=True)
+    headings = comparison_headings(comparisons[0])
+    return TextTable(
+        comparison_title(comparisons[0], among),
+        f"{not_comparable(comparisons)} {COMPARISON_LEGEND}".strip(),
+        headings,
+        [comparison_columns(comparison) for comparison in comparisons],
+        minor=headings[:2:-1],
+    )
 
 
 AREA_HEADINGS = ["rule", "mean score", "over steps"]
@@ -261,24 +304,8 @@ def area_rows(records: Sequence[Record]) -> list[list[str]]:
     return [row for _, _, row in sorted(rows, key=lambda item: item[:2])]
 
 
-def area_table(rows: Sequence[list[str]]) -> Table:
-    shown = _table("area under score against steps", AREA_LEGEND)
-    _add_columns(shown, AREA_HEADINGS)
-    for row in rows:
-        shown.add_row(*row)
-    return shown
-
-
-def _table(title: str, caption: str = "") -> Table:
-    return Table(
-        title=escape(title),
-        title_justify="left",
-        caption=escape(caption),
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+def area_table(rows: list[list[str]]) -> TextTable:
+    return TextTable("area under score against steps", AREA_LEGEND, AREA_HEADINGS, rows)
 
 
 def bound_rows(bound: BoundReport) -> list[tuple[str, str, str]]:
@@ -299,13 +326,9 @@ def bound_rows(bound: BoundReport) -> list[tuple[str, str, str]]:
 BOUND_HEADINGS = ["bound, nats a token", "value", "standard error"]
 
 
-def bound_table(bound: BoundReport, task: str) -> Table:
-    shown = _table(f"{task}: held-out bounds, {bound.num_examples} sequences")
-    for heading in BOUND_HEADINGS:
-        shown.add_column(heading, justify="left" if heading == BOUND_HEADINGS[0] else "right")
-    for row in bound_rows(bound):
-        shown.add_row(*row)
-    return shown
+def bound_table(bound: BoundReport, task: str) -> TextTable:
+    title = f"{task}: held-out bounds, {bound.num_examples} sequences"
+    return TextTable(title, "", BOUND_HEADINGS, [list(row) for row in bound_rows(bound)])
 
 
 def colours_of(policies: Sequence[str]) -> dict[str, str]:
@@ -374,7 +397,7 @@ def plot(lines: Sequence[Line]) -> Figure:
             steps,
             scores,
             yerr=errors,
-            label=f" {line.label}" if line.label.startswith("_") else line.label,  # else matplotlib hides it
+            label=visible(f" {line.label}" if line.label.startswith("_") else line.label),  # else matplotlib hides it
             color=colour,
             marker="*" if learned else line.marker,
             markersize=14 if learned else 5,
@@ -428,7 +451,7 @@ def order_picture(orders: Sequence[Order]) -> Figure:
         for group in order.layout[:-1]:
             edge += len(group)
             axes.axvline(edge, color="white", linewidth=2.5)
-        axes.set_title(f"{order.policy}, {order.budget} steps", fontsize=10)
+        axes.set_title(visible(f"{order.policy}, {order.budget} steps"), fontsize=10)
         axes.set_xticks([])
         axes.set_yticks([])
         axes.set_xlabel("position" if len(order.layout) == 1 else "positions, grouped", fontsize=9)
@@ -464,7 +487,9 @@ class Section(NamedTuple):
 
 def write_html(path: Path, sections: Sequence[Section]) -> None:
     """One self-contained page.  A file that is not such a page is never overwritten."""
-    if path.exists() and not path.read_text(errors="replace").startswith(_PAGE[: _PAGE.index("<style>")]):
+    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(
+        _PAGE[: _PAGE.index("<style>")]
+    ):
         raise ResultsError(f"{path} exists and is no report of unmask: give another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     body = "".join([*map(_shared, together(sections)), *map(_section, sections)])
@@ -486,7 +511,7 @@ def _shared(sections: Sequence[Section]) -> str:
         "Score against steps in all of these runs, with 95% intervals; which denoiser each rule ran on is said below.",
     )
     title = f"{sections[0].records[0].task}: {', '.join(section.run for section in sections)}"
-    return f"<section><h2>{html.escape(title)}</h2>{plot}</section>"
+    return f"<section><h2>{in_html(title)}</h2>{plot}</section>"
 
 
 def _section(section: Section) -> str:
@@ -503,7 +528,7 @@ def _section(section: Section) -> str:
     tables = _html_table(headings, rows, marked)
     tables += _legend(" ".join([*notes(records), legend(headings)]))
     for comparisons in by_learned(section.comparisons):
-        tables += f"<h3>{html.escape(comparison_title(comparisons[0], records))}</h3>"
+        tables += f"<h3>{in_html(comparison_title(comparisons[0], records))}</h3>"
         rows = [comparison_columns(comparison) for comparison in comparisons]
         tables += _html_table(comparison_headings(comparisons[0]), rows)
         tables += _legend(f"{not_comparable(comparisons)} {COMPARISON_LEGEND}".strip())
@@ -512,23 +537,23 @@ def _section(section: Section) -> str:
     if section.bound is not None:
         bounds = [list(row) for row in bound_rows(section.bound)]
         tables += _html_table(BOUND_HEADINGS, bounds, [row is bounds[0] for row in bounds])
-    title, caption = html.escape(section.title), html.escape(section.caption)
+    title, caption = in_html(section.title), in_html(section.caption)
     return f"<section><h2>{title}</h2><p>{caption}</p>{pictures}{tables}</section>"
 
 
 def _legend(text: str) -> str:
-    return f"<p class=legend>{html.escape(text)}</p>"
+    return f"<p class=legend>{in_html(text)}</p>"
 
 
 def _picture(figure: Figure, caption: str) -> str:
-    return f"<figure>{svg(figure)}<figcaption>{html.escape(caption)}</figcaption></figure>"
+    return f"<figure>{svg(figure)}<figcaption>{in_html(caption)}</figcaption></figure>"
 
 
 def _html_table(headings: list[str], rows: list[list[str]], learned: Sequence[bool] = ()) -> str:
-    heads = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
+    heads = "".join(f"<th>{in_html(heading)}</th>" for heading in headings)
     body = ""
     for row, marked in zip(rows, learned or [False] * len(rows), strict=True):
-        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+        cells = "".join(f"<td>{in_html(cell)}</td>" for cell in row)
         body += f"<tr{' class=learned' if marked else ''}>{cells}</tr>"
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
 

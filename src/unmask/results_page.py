@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from unmask.comparison import PLAIN_RULES, SAME, Gain
+from unmask.display import visible
 from unmask.evaluation import Record
 from unmask.jsonl import ResultsError, read_jsonl
 from unmask.report import LEARNED_COLOURS, LINES, colours_of, read_records, svg, told_apart
@@ -86,14 +87,14 @@ def read_results(folder: Path) -> list[Results]:
 def write_page(page: Path, folder: Path) -> None:
     """Write the tables to the page, and the plots to a folder of the page's name beside it."""
     studies = read_results(folder)
-    if page.exists() and not page.read_text(errors="replace").startswith(BEGIN):
+    if page.exists() and not page.read_text(encoding="utf-8", errors="replace").startswith(BEGIN):
         raise ResultsError(f"{page} was not written by this command: give another page, such as {folder / 'tables.md'}")
     plots = page.with_suffix("")
     plots.mkdir(parents=True, exist_ok=True)
     for results in studies:
         for part in _parts(results):
             (plots / part.plot).write_text(svg(plot(part.records)) + "\n")
-    page.write_text(tables(studies, plots.name))
+    page.write_text(tables(studies, plots.name), encoding="utf-8")
 
 
 def tables(studies: Sequence[Results], plots: str) -> str:
@@ -114,7 +115,7 @@ def tables(studies: Sequence[Results], plots: str) -> str:
             parts += [_table(*rows) for rows in _heuristics(records)]
         if results.done:
             parts += [f"## {results.name}: wall time", _times(results.done)]
-    return "\n\n".join(parts) + "\n"
+    return visible("\n\n".join(parts) + "\n")
 
 
 class Part(NamedTuple):

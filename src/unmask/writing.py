@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -15,6 +14,7 @@ from unmask.decoding.generate import generate
 from unmask.decoding.policies import Policy
 from unmask.decoding.stepper import Denoiser
 from unmask.decoding.tokens import TokenChoice
+from unmask.display import in_html, visible
 from unmask.tasks.task import Task
 
 MASK, END = "·", "░"
@@ -88,8 +88,8 @@ def write(
         example,
         rule.name,
         budget,
-        text(truth.tokens[0][prompt].tolist()) if text else "",
-        text(truth.tokens[0][truth.response[0]].tolist()) if text else "",
+        visible(text(truth.tokens[0][prompt].tolist())) if text else "",
+        visible(text(truth.tokens[0][truth.response[0]].tolist())) if text else "",
         frames,
         spans(task, out.tokens[0][shown].tolist(), out.reveal_step[0][shown].tolist()),
         int(out.num_steps),
@@ -106,11 +106,11 @@ def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
         if token >= len(task.vocabulary):
             found.append(Span(MASK, None))
         elif text is None:
-            found.append(Span(task.vocabulary[token], step))
+            found.append(Span(_sign(task.vocabulary[token]), step))
         elif token == end:
             found.append(Span(END, step, is_end=True))
         else:
-            found.append(Span(text([token]).replace("\n", "↵"), step))
+            found.append(Span(_sign(text([token])), step))
     if text is None:
         return [span for item in found for span in (item, Span(" ", PROMPT))][:-1]
     *groups, last = [list(group) for _, group in groupby(found, lambda span: span.is_end)]
@@ -118,6 +118,11 @@ def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
         latest = max(span.step or 0 for span in last)
         last = [Span(f"{END}×{len(last)}", latest, is_end=True)]
     return [span for group in (*groups, last) for span in group]
+
+
+def _sign(token: str) -> str:
+    """A token on one line, as wide as it is shown."""
+    return visible(token.replace("\n", "↵"))
 
 
 def outcome(writing: Writing) -> str:
@@ -147,9 +152,8 @@ def picture(writings: Sequence[Writing]) -> str:
     """The SVG of what was written: for each rule a line a step, every token in the colour of its step."""
     rows: list[list[tuple[str, str]]] = []  # each of (text, style)
     most = max(writing.budget for writing in writings)
-    rows.append(
-        [("step  ", "fill:#6b7280"), *((f"{i} ", f"fill:{_colour(i, most)};font-weight:700") for i in range(most))]
-    )
+    marked = sorted({round(i * (most - 1) / 11) for i in range(12)})  # as many as fit beside the rest
+    rows.append([("step  ", "fill:#6b7280"), *((f"{i} ", f"fill:{_colour(i, most)};font-weight:700") for i in marked)])
     rows[0] += [(f"  {MASK} masked  {END} end of sequence", "fill:#6b7280")]
     for _, group in groupby(writings, lambda writing: writing.example):
         same = list(group)
@@ -171,7 +175,7 @@ def picture(writings: Sequence[Writing]) -> str:
     height, width = LINE * len(rows) + 2 * MARGIN, round(CELL * WIDTH + 2 * MARGIN)
     lines = []
     for place, row in enumerate(rows):
-        parts = "".join(f'<tspan style="{style}">{html.escape(text)}</tspan>' for text, style in row)
+        parts = "".join(f'<tspan style="{style}">{in_html(text)}</tspan>' for text, style in row)
         if parts:
             lines.append(f'<text xml:space="preserve" x="{MARGIN}" y="{MARGIN + LINE * place + SIZE}">{parts}</text>')
     return (

@@ -35,7 +35,8 @@ from unmask.decoding.policies import (
     check_policy,
     parse_policy,
 )
-from unmask.decoding.policies.names import summary, usage
+from unmask.decoding.policies.names import usage
+from unmask.rule_list import listed_rules
 
 NETWORK = object()
 ONE_LINE = r"\A[^\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]+\Z"
@@ -359,14 +360,15 @@ def test_any_text_is_a_rule_or_one_line(text):
 def test_the_first_paragraph_of_a_docstring_is_one_line(rule):
     paragraph = inspect.cleandoc(rule.__doc__).split("\n\n")[0]
     assert "\n" not in paragraph
-    assert summary(rule) == paragraph
+    assert dict(listed_rules())[usage(rule)] == paragraph
     assert 20 < len(paragraph) <= 112
     assert paragraph.endswith(".")
     assert not paragraph.startswith(f"{rule.__name__}(")  # the one that dataclass writes where there is none
 
 
-def test_summaries_differ():
-    assert len({summary(rule) for rule in RULES.values()}) == len(RULES)
+def test_the_list_is_read_from_the_sources():
+    assert [written for written, _ in listed_rules()] == [usage(rule) for rule in RULES.values()]
+    assert len({summary for _, summary in listed_rules()}) == len(RULES)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

@@ -2,10 +2,9 @@
 
 import copy
 import math
-from itertools import count, pairwise
+from itertools import pairwise
 
 import pytest
-import rich
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -17,7 +16,7 @@ from unmask.training.loop import (
     NonFiniteError,
     _backward,
     _micro_batches,
-    _progress,
+    _said,
     batch_ids,
     learning_rate_factor,
     run_stage,
@@ -462,16 +461,11 @@ def test_metrics_are_appended(tmp_path):
     assert json_lines(metrics.path) == [{"update": 1}, {"update": 2}]
 
 
-def test_the_progress_line_fits_in_80_columns(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(rich.get_console(), "get_time", count(0, 0.003).__next__)
-    with _progress("baseline", 2500, done=0, visible=True) as advance:
-        for _ in range(3):
-            advance({"loss": 1.0, "elbo": -1.234, "reconstruction": -0.987, "order_kl": 0.247, "q_steps": 1.875})
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert len(line) <= 80
-    for part in ("baseline", "3/2500", "/s", "bound -1.234", "recon -0.987", "KL 0.247", "Q steps 1.875"):
-        assert part in line
+def test_the_metrics_beside_the_progress_are_moving_averages():
+    smooth = {}
+    first = {"loss": 1.0, "elbo": -1.0, "reconstruction": -0.987, "order_kl": 0.247, "q_steps": 1.875}
+    assert _said(smooth, first) == "bound -1.000 recon -0.987 KL 0.247 Q steps 1.875"
+    assert _said(smooth, {**first, "elbo": -2.0}).startswith("bound -1.050 recon -0.987")
 
 
 def test_a_stage_leaves_its_objective_in_evaluation_mode(tmp_path):

@@ -128,7 +128,7 @@ def with_mask_token(tokenizer: Tokenizer) -> Tokenizer:
 
 def _read_config(path: Path) -> OrderModelConfig:
     try:
-        fields: dict[str, Any] = json.loads(path.read_text())
+        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         version = fields.pop("format_version")
     except (ValueError, KeyError, AttributeError, TypeError):  # no JSON, no such key, no object, a list
         raise ModelFolderError(f"{path} is not the config of an unmask model (no format_version)") from None

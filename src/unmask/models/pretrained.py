@@ -6,13 +6,14 @@ A source is a folder in the format of Hugging Face, a GGUF file, or a name of PA
 from __future__ import annotations
 
 import json
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
+
+from unmask.display import say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,7 +86,7 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
 def load_causal(name: str | Path) -> Causal:
     """The model of a source in float32, with its tokenizer."""
     source = find_source(name)
-    print(f"reading {name}" + (", about half a minute" if source.gguf else ""), file=sys.stderr)
+    say(f"reading {name}" + (", about half a minute" if source.gguf else ""), err=True)
     model = _read(source, "AutoModelForCausalLM", dtype=torch.float32)
     return Causal(model, _tokenizer(source))
 
@@ -123,7 +124,7 @@ def _eos(folder: Path, tokenizer: Tokenizer) -> str | None:
     """The end of text that the files beside a tokenizer name, by its text or by its id."""
     for name in _SAY_EOS:
         try:
-            said = json.loads((folder / name).read_text())
+            said = json.loads((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
         if not isinstance(said, dict):

@@ -7,29 +7,28 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
 import torch
-from rich.console import Console
-from rich.progress import track
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from unmask import files
+from unmask.display import say
 from unmask.models import pretrained
 from unmask.models import vocabulary as cutting
 from unmask.models.pretrained import find_source, load_tokenizer
 from unmask.models.vocabulary import cut_tokenizer, vocabulary_of
+from unmask.progress import watched
 from unmask.tasks import arithmetic, byte_pairs, held_out, resampling, word_problems
 from unmask.tasks.byte_pairs import EOS, MARKS, SMALLEST, Ragged, decode, train_tokenizer
 from unmask.tasks.held_out import HELD_OUT, SPLITS, leaked, make_splits
@@ -151,10 +150,10 @@ class GSM8K:
         """The rows of train that are not too long."""
         too_long = self._too_long("train")
         if too_long.any():
-            print(
+            say(
                 f"task {self.name}: {int(too_long.sum())} of {len(too_long)} training problems are longer than "
                 f"prompt_length {self.prompt_length} or response_length {self._response_length} and left out",
-                file=sys.stderr,
+                err=True,
             )
         if too_long.all():
             raise ValueError(f"task {self.name}: no training problem is short enough: set prompt_length higher")
@@ -276,8 +275,8 @@ def fingerprint(task: GSM8K) -> str:
 
 def _make(folder: Path, hashed: str, task: GSM8K) -> None:
     """Write tokenizer.json and tokens.safetensors."""
-    print(f"task {task.name}: problems and tokens are made once and kept in {folder.parent}", file=sys.stderr)
-    splits = make_splits(read_problems(task.folder, "train"), task.answers, task.resample, task.seed, _watched)
+    say(f"task {task.name}: problems and tokens are made once and kept in {folder.parent}", err=True)
+    splits = make_splits(read_problems(task.folder, "train"), task.answers, task.resample, task.seed, watched)
     pairs = splits.pairs
     if not pairs["train"]:
         raise ValueError(f"task {task.name}: no training problem is left ({splits.left_out}): give more of them")
@@ -293,20 +292,14 @@ def _make(folder: Path, hashed: str, task: GSM8K) -> None:
     for split in SPLITS:
         for part, name in enumerate(("prompts", "responses")):
             texts = [pair[part] for pair in pairs[split]]
-            ragged = Ragged.encode(tokenizer, texts, watched=lambda chunks: _watched(chunks, "tokens"))
+            ragged = Ragged.encode(tokenizer, texts, watched=lambda chunks: watched(chunks, "tokens"))
             arrays[f"{split}/{name}/ids"], arrays[f"{split}/{name}/ends"] = ragged.ids, ragged.ends
     tokenizer.save(str(folder / "tokenizer.json"))
     save_file(arrays, folder / "tokens.safetensors", metadata={"fingerprint": hashed})
     files.list_files(folder, *CACHE_FILES)
     sizes = ", ".join(f"{len(pairs[split])} {split}" for split in SPLITS)
     without = f"; left out: {splits.left_out}" if splits.left_out else ""
-    print(f"task {task.name}: {sizes}, from {splits.templates} templates{without}", file=sys.stderr)
-
-
-def _watched(items: Sequence[Any], what: str) -> Iterable[Any]:
-    """The items, with a bar on a terminal that says how much time is left."""
-    console = Console(stderr=True)
-    return track(items, f"{what:<15}", console=console, transient=True, disable=not console.is_terminal)
+    say(f"task {task.name}: {sizes}, from {splits.templates} templates{without}", err=True)
 
 
 def _read(folder: Path, hashed: str) -> Tokens | None:

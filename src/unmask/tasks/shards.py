@@ -86,7 +86,7 @@ def fingerprint(hashes: Iterable[str], shards: Sequence[Path], *settings: object
 def read_hashes(path: Path) -> dict[str, str]:
     """What `hash_shards` found before; nothing where it cannot be read."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

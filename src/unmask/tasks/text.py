@@ -5,8 +5,8 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from unmask.files import write_text
+from unmask.progress import progress
 from unmask.streams import signed
 from unmask.tasks.shards import (
     ShardError,
@@ -160,26 +161,16 @@ class Text:
     def _sequences(self, split: str) -> Iterator[Sequence[int]]:
         sizes = [path.stat().st_size for path in self.shards]
         texts = read_texts(self.shards, self.field)
-        with _progress(f"tokens of the {split} split", sum(sizes)) as reached:
+        reached = 0
+        with progress(f"tokens of the {split} split, bytes", sum(sizes), transient=True) as advance:
             for number, (text, place) in enumerate(texts):
                 if number % 1000 == 0:
-                    reached(sum(sizes[: place.shard]) + place.byte)
+                    before, reached = reached, sum(sizes[: place.shard]) + place.byte
+                    advance(reached - before)
                 if (number % self.test_every == self.test_every - 1) == (split == "test"):
                     tokens = list(text.encode()) if self._tokenizer is None else self._tokenizer.encode(text).ids
                     for first in range(0, len(tokens), self.length):
                         yield tokens[first : first + self.length]
-
-
-@contextmanager
-def _progress(said: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A line on stderr with the share of so many bytes that is done and the time left, gone at the end."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal, refresh_per_second=4) as bar:
-        line = bar.add_task(said, total=total)
-        yield lambda done: bar.update(line, completed=done)
 
 
 def _default_cache() -> Path:

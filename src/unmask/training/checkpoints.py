@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from torch import Tensor
 
 import unmask
 from unmask import files
+from unmask.display import say
 
 FORMAT_VERSION = 1
 TENSORS, FACTS = "tensors.safetensors", "facts.json"
@@ -44,7 +44,7 @@ class Checkpoint(NamedTuple):
 
 
 def warn(message: str) -> None:
-    print(f"unmask: {message}", file=sys.stderr, flush=True)
+    say(f"unmask: {message}", err=True)
 
 
 class CheckpointFolder:
@@ -124,7 +124,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         for name in (TENSORS, FACTS):
             if manifest[name] != files.fingerprint(path / name):
                 raise DamagedError(f"checkpoint {path} is damaged ({name} is not what was written)")
-        facts = json.loads((path / FACTS).read_text())
+        facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
         version = facts["format_version"]
         tensors = load_file(path / TENSORS) if version == FORMAT_VERSION else {}
     except (OSError, SafetensorError) as error:

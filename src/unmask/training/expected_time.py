@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
+from unmask.display import say
 from unmask.machine import matrix_speed
 from unmask.models.order_model import OrderModel
 from unmask.tasks.task import Task
@@ -29,10 +28,10 @@ def warn_of_time(recipe: Recipe, model: OrderModel, task: Task, device: torch.de
     speed = matrix_speed(torch.bfloat16 if precision == "bf16" else torch.float32)
     seconds = 6.0 * parameters * task.length * sequences / speed
     instead = ", in float32, since bfloat16 is slower here" if precision != recipe.precision else ""
-    print(
+    say(
         f"unmask: this recipe is meant for a GPU; on this CPU it would take {in_words(seconds)} or more "
         f"({sequences:,} sequences of {task.length} tokens, {parameters / 1e6:.0f}M parameters{instead})",
-        file=sys.stderr,
+        err=True,
     )
 
 

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from unmask.progress import progress
 from unmask.streams import Purpose, integers, stratified
 from unmask.tasks.task import Examples, Task, sent
 from unmask.training.checkpoints import warn
@@ -88,7 +89,8 @@ def run_stage(
     # A GPU is kept busy by reading the numbers of an update when the next one is already under way.
     behind = 1 if accelerator.device.type == "cuda" and stage.max_bad > 1 else 0
     pending: deque[tuple[int, float, _Numbers]] = deque()
-    with _progress(name, stage.updates, state.update, accelerator.is_main_process) as advance:
+    smooth: dict[str, float] = {}
+    with progress(name, stage.updates, state.update, visible=accelerator.is_main_process) as advance:
 
         def read(late: int) -> None:
             """Read all but the `late` newest numbers, and do what they call for."""
@@ -97,7 +99,7 @@ def run_stage(
                 update, factor, numbers = pending.popleft()
                 recorded = numbers.read()
                 stop, due = stop or recorded.pop("stop") > 0, due or recorded.pop("due") > 0
-                advance(recorded)
+                advance(said=_said(smooth, recorded))
                 wrong = [key for key, value in recorded.items() if not math.isfinite(value)]
                 events = _judge(state, wrong, recorded)
                 state.seconds = time.perf_counter() - started
@@ -327,28 +329,11 @@ def _give_up(
     )
 
 
-@contextmanager
-def _progress(name: str, updates: int, done: int, visible: bool) -> Iterator[Callable[[dict[str, float]], None]]:
-    """A progress line: update, rate, time left, and smoothed metrics; all of them fit in 80 columns."""
-    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+_LABELS = {"elbo": "bound", "reconstruction": "recon", "order_kl": "KL", "q_steps": "Q steps"}
 
-    smooth: dict[str, float] = {}
-    columns = (
-        TextColumn("{task.description:<8}"),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(compact=True),
-        TextColumn("{task.fields[said]}"),
-    )
-    labels = {"elbo": "bound", "reconstruction": "recon", "order_kl": "KL", "q_steps": "Q steps"}
-    with Progress(*columns, disable=not visible, refresh_per_second=4) as bar:
-        line = bar.add_task(name, total=updates, completed=done, said="", rate="")
 
-        def advance(recorded: dict[str, float]) -> None:
-            for key in recorded:
-                smooth[key] = 0.95 * smooth.get(key, recorded[key]) + 0.05 * recorded[key]
-            said = " ".join(f"{label} {smooth[key]:.3f}" for key, label in labels.items() if key in smooth)
-            speed = bar.tasks[line].speed
-            bar.update(line, advance=1, said=said, rate=f"{speed:.{0 if speed >= 10 else 1}f}/s" if speed else "")
-
-        yield advance
+def _said(smooth: dict[str, float], recorded: dict[str, float]) -> str:
+    """What the progress line says of the metrics: their moving averages, kept in `smooth`."""
+    for key in recorded:
+        smooth[key] = 0.95 * smooth.get(key, recorded[key]) + 0.05 * recorded[key]
+    return " ".join(f"{label} {smooth[key]:.3f}" for key, label in _LABELS.items() if key in smooth)

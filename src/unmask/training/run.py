@@ -373,7 +373,7 @@ def _continued_elsewhere(recipe: Recipe, start: OrderModel) -> OrderModel | None
     for key, has, needed in not_continued(_recipe_of(folder), recipe):
         raise RecipeError(f"{where} has {key} = {has!r}, but beside this order it must be {needed!r}: train it so")
     model, noted = OrderModel.from_pretrained(folder), folder / "start.txt"
-    same_weights = noted.exists() and noted.read_text().strip() == weights_hash(start.denoiser)
+    same_weights = noted.exists() and noted.read_text(encoding="utf-8").strip() == weights_hash(start.denoiser)
     if not same_weights or model.config.denoiser != start.config.denoiser:
         raise RecipeError(f"{where} did not start from the denoiser of init = {recipe.init!r}: train it from there")
     return model

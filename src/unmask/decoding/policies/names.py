@@ -81,11 +81,6 @@ def usage(rule: type[Policy]) -> str:
     return f"{rule.short}({','.join(shown)})" if shown else rule.short
 
 
-def summary(rule: type[Policy]) -> str:
-    """The first sentence or two of its docstring: one line."""
-    return " ".join((rule.__doc__ or "").split("\n\n")[0].split())
-
-
 def _split(arguments: str, text: str) -> list[str]:
     """At the commas that are not inside brackets."""
     depth, parts = 0, [""]

@@ -1,0 +1,88 @@
+"""One line that tells how far a long loop is: redrawn on a terminal, and now and then a new one in a log."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn, Task
+from rich.text import Text
+
+from unmask.display import say
+
+EVERY = 10.0  # seconds between two lines of a log
+
+T = TypeVar("T")
+
+
+class Advance(Protocol):
+    def __call__(self, count: int = 1, said: str = "") -> None:
+        """So many more are done; `said` ends the line."""
+
+
+@contextmanager
+def progress(
+    name: str, total: int, done: int = 0, *, transient: bool = False, visible: bool = True
+) -> Iterator[Advance]:
+    """A line on stderr with what is done of `total`, the speed and the time left.
+
+    transient: it is gone at the end, and a loop of a few seconds leaves nothing in a log.
+    """
+    console = Console(stderr=True)
+    logged = visible and not console.is_interactive
+    bar = Progress(
+        _Line(),
+        console=console,
+        transient=transient,
+        disable=not (visible and console.is_interactive),
+        refresh_per_second=4,
+    )
+    with bar:
+        bar.add_task(name, total=total, completed=done, said="")
+        (task,) = bar.tasks
+        told = time.monotonic() if transient else -math.inf
+
+        def tell(least: float) -> None:
+            """Log a line if the last one is so many seconds old."""
+            nonlocal told
+            now = time.monotonic()
+            if logged and now - told >= least:
+                say(line(task), err=True)
+                told = now
+
+        def advance(count: int = 1, said: str = "") -> None:
+            bar.update(task.id, advance=count, said=said)
+            tell(EVERY)
+
+        tell(EVERY)
+        yield advance
+        if not transient:
+            tell(0)
+
+
+def watched(items: Sequence[T], name: str) -> Iterable[T]:
+    """The items, with a transient line."""
+    with progress(name, len(items), transient=True) as advance:
+        for item in items:
+            yield item
+            advance()
+
+
+def line(task: Task) -> str:
+    """denoise 1200/3000 24/s 1:15 left bound -1.093"""
+    parts = [task.description, f"{task.completed:.0f}/{task.total:.0f}"]
+    if task.speed:
+        parts.append(f"{task.speed:.{0 if task.speed >= 10 else 1}f}/s")
+    if task.time_remaining:
+        minutes, seconds = divmod(int(task.time_remaining), 60)
+        parts.append(f"{minutes // 60}h{minutes % 60:02} left" if minutes >= 60 else f"{minutes}:{seconds:02} left")
+    return " ".join([*parts, task.fields["said"]]).rstrip()
+
+
+class _Line(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(line(task), no_wrap=True, overflow="ellipsis")
