@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
@@ -12,6 +13,14 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 class ResultsError(ValueError):
     """A results file that cannot be read; the message says which line."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Like `json.loads`; what is nested too deeply is a ValueError like any other bad text."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def append_jsonl(path: Path, items: Sequence[Any]) -> None:
@@ -35,7 +44,7 @@ def read_jsonl(path: Path, kind: type[Any]) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate([*lines, end] if _whole(end) else lines, start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             raise ResultsError(f"{path}, line {number}: not a JSON object; take the line out") from None
         if not isinstance(row, dict) or not needed <= set(row) <= known:
@@ -70,15 +79,17 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, dict) and all(
             name in hints and fits(item, hints[name]) for name, item in value.items()
         )
+    if type(value) is int and not -(2**63) <= value < 2**63:  # may be more than a float can hold
+        return False
     if hint is float:
-        return type(value) in (int, float)
+        return type(value) in (int, float) and math.isfinite(value)
     return hint is Any or type(value) is (type(None) if hint is None else hint)
 
 
 def _whole(line: str) -> bool:
     """Whether the end of a file, which has no newline, is a line all the same."""
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(parse_json(line), dict)
     except ValueError:
         return False
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import html
 import io
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +15,7 @@ from rich.table import Table
 
 from unmask.comparison import Comparison, Result, area, curves
 from unmask.evaluation import BoundReport, Order, Record
-from unmask.jsonl import ResultsError, read_jsonl
+from unmask.jsonl import ResultsError, fits, parse_json, read_jsonl
 from unmask.verdicts import IDENTITY
 
 if TYPE_CHECKING:
@@ -46,7 +45,10 @@ def read_bound(path: Path) -> BoundReport | None:
     if not path.exists():
         return None
     try:
-        return BoundReport(**json.loads(path.read_text()))
+        values = parse_json(path.read_text())
+        if not fits(values, BoundReport):
+            raise ValueError
+        return BoundReport(**values)
     except (ValueError, TypeError):
         raise ResultsError(f"{path} is damaged or from another version: run `unmask evaluate --bound` again") from None
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from unmask.jsonl import parse_json
 from unmask.streams import Purpose, uniforms
 
 FORMAT_VERSION = 1
@@ -68,7 +69,7 @@ def _text(raw: bytes, path: Path, line: int, field: str) -> str:
     if path.suffix != ".jsonl":
         return text
     try:
-        found = json.loads(text)[field]
+        found = parse_json(text)[field]
     except (ValueError, KeyError, TypeError):
         found = None
     if not isinstance(found, str):
@@ -86,7 +87,7 @@ def fingerprint(hashes: Iterable[str], shards: Sequence[Path], *settings: object
 def read_hashes(path: Path) -> dict[str, str]:
     """What `hash_shards` found before; nothing where it cannot be read."""
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -130,7 +131,7 @@ class TokenCache:
 
     def __init__(self, folder: Path) -> None:
         try:
-            about = json.loads((folder / "cache.json").read_text())
+            about = parse_json((folder / "cache.json").read_text())
             path = folder / "tokens.bin"  # an empty file cannot be mapped
             self.tokens = np.memmap(path, about["dtype"], "r") if path.stat().st_size else np.zeros(0, about["dtype"])
             self.offsets = np.memmap(folder / "offsets.bin", np.int64, "r")

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import unmask
+from unmask.jsonl import parse_json
 
 FORMAT_VERSION = 1
 TENSORS, FACTS, MANIFEST = "tensors.safetensors", "facts.json", "manifest.json"
@@ -88,14 +89,16 @@ class CheckpointFolder:
 
     def newest(self, stage: str, report: Callable[[str], None] = warn) -> Checkpoint | None:
         """The newest checkpoint of a stage that is whole; damaged ones are reported, and kept as NAME.damaged."""
-        for path in reversed(self._of(stage)):
+        found = self._of(stage)
+        for path in reversed(found):
             try:
                 return read_checkpoint(path)
             except DamagedError as error:
                 aside = path.with_name(f"{path.name}.damaged")
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
-                report(f"{error}: kept as {aside.name}, the one before it is used")
+                instead = "none is left: the stage starts anew" if path == found[0] else "trying the one before it"
+                report(f"{error}: kept as {aside.name}; {instead}")
         return None
 
     def remove(self, stage: str) -> None:
@@ -116,11 +119,11 @@ class CheckpointFolder:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Raises DamagedError in one line unless every byte is as it was written."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = parse_json((path / MANIFEST).read_text())
         for name in (TENSORS, FACTS):
             if manifest[name] != _fingerprint(path / name):
                 raise DamagedError(f"checkpoint {path} is damaged ({name} is not what was written)")
-        facts = json.loads((path / FACTS).read_text())
+        facts = parse_json((path / FACTS).read_text())
         version = facts["format_version"]
         tensors = load_file(path / TENSORS) if version == FORMAT_VERSION else {}
     except (OSError, SafetensorError) as error:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from unmask.models.order_model import OrderModel
 from unmask.training.checkpoints import reason, sync, sync_folder, write_text
-from unmask.training.recipe import Recipe, differences
+from unmask.training.recipe import Recipe, RecipeError, differences
 
 
 class RunFolderError(ValueError):
@@ -90,6 +90,23 @@ def prepare(out: Path, force: bool) -> None:
         raise RunFolderError(f"{out} cannot be written to ({reason(error)}): give another --out") from None
 
 
+def read_recipe(folder: Path) -> Recipe:
+    """The recipe of a run.  A task of the user's own is not imported."""
+    path = folder / "recipe.json"
+    try:
+        return Recipe.from_json(path.read_text())
+    except FileNotFoundError:
+        raise RunFolderError(f"{path} is missing: give the folder of a run, or restore the file from a copy") from None
+    except OSError as error:
+        raise RunFolderError(
+            f"{path} cannot be read ({reason(error)}): mend that and give the same command again"
+        ) from None
+    except RecipeError as error:
+        raise RunFolderError(f"{path} does not fit this version ({error}): use the unmask that wrote it") from None
+    except ValueError as error:
+        raise RunFolderError(f"{path} is damaged ({error}): restore it from a copy") from None
+
+
 def _replaced(out: Path) -> Path:
     return out.with_name(f"{out.name}.replaced")
 
@@ -98,10 +115,7 @@ def settle_recipe(recipe: Recipe, out: Path, allow_change: bool) -> None:
     """Store the recipe; where an unfinished run has another one, refuse what matters unless `allow_change`."""
     path = out / "recipe.json"
     if path.exists():
-        try:
-            stored = Recipe.from_json(path.read_text())
-        except (OSError, ValueError):
-            raise RunFolderError(f"{path} is damaged: restore it from a copy, or begin anew with --force") from None
+        stored = read_recipe(out)
         changes = differences(stored, recipe)
         said = ", ".join(f"{key} = {new!r} (was {old!r})" for key, old, new in changes)
         if changes and not allow_change:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from unmask.jsonl import parse_json
 from unmask.training.checkpoints import CheckpointError, reason, sync
 
 
@@ -56,7 +57,7 @@ class Metrics:
         with self.path.open("rb+") as file:
             for line in file:
                 try:
-                    values = json.loads(line)
+                    values = parse_json(line)
                     before = values["stage"] in finished or (values["stage"] == stage and values["update"] < update)
                 except (ValueError, KeyError, TypeError):
                     break
