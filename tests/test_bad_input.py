@@ -3,6 +3,7 @@
 2,000 mutated recipes, policy strings, data lines and checkpoint folders, the same ones in every run.
 """
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.training.small import TINY_RECIPE, contents
 from unmask.cli import main
+from unmask.tasks import make_task, task_class
 from unmask.training.recipe import _toml, load_recipe
 
 BASE = tomllib.loads(TINY_RECIPE)
@@ -241,3 +243,110 @@ def test_checkpoint_folders(place, tmp_path, capsys):
         assert contents(run)["model.safetensors"] == end
 
     check()
+
+
+# --- one bad thing each -----------------------------------------------------------------------------------------------
+
+BIG = 10**20 - 1
+TRAINED = {
+    "task.name=../x:Y": "task '../x:Y': write a task of your own as module:Class",
+    "threads=100000": "threads must be at most 1,024",
+    f"denoise.updates={BIG}": "denoise.updates must fit in 64 bits",
+    f"denoise.weight_decay={BIG}": "denoise.weight_decay must fit in 64 bits",
+    f"task.seed={BIG}": "option seed must fit in 64 bits",
+    "task.groups=1000000": "set groups between 1 and 256",
+    "denoise.batch=1000000000": "batch must be at most 1,000,000",
+    "order.trajectories=1000000000": "trajectories must be at most 10,000",
+    "order.budget=100000000": "budget must be at most 10,000",
+    "evaluate.budgets=[100000000]": "budgets must be between 1 and 10,000",
+    "evaluate.examples=1000000000": "examples must be at most 1,000,000",
+    "model.width=1000000000": "width must be between 1 and 65,536",
+    "model.layers=1000000000": "layers must be between 1 and 1,000",
+    "model.selector.layers=1000000000": "layers must be between 1 and 1,000",
+    "model.scorer.width=1000000000": "width must be between 1 and 65,536",
+    f"seed={'[' * 1000}": "override of seed: the value is nested too deeply",
+}
+
+
+@pytest.mark.parametrize(("override", "said"), TRAINED.items(), ids=lambda text: text[:30])
+def test_a_bad_override_is_one_line(place, tmp_path, capsys, override, said):
+    assert call("train", place / "tiny.toml", "--out", tmp_path / "run", "--cpu", "--set", override) == 2
+    assert_one_line(capsys, said)
+
+
+def assert_one_line(capsys, said):
+    err = capsys.readouterr().err
+    assert err.startswith("unmask: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+@pytest.mark.parametrize("task", ["gsm8k", "text"])
+def test_every_number_of_a_task_has_an_upper_bound(task):
+    numbers = [field.name for field in dataclasses.fields(task_class(task)) if type(field.default) is int]
+    for option in set(numbers) - {"seed"}:
+        with pytest.raises(ValueError, match=f"set {option} between"):
+            make_task(task, **{option: 10**10})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["sample", "--steps", 10**8], "'--steps'"),
+        (["sample", "--num", BIG, "--find", "right"], "'--num'"),
+        (["sample", "--example", BIG], "'--example'"),
+        (["evaluate", "--policy", "iid", "--steps", 10**8], "--steps must be between 1 and 10,000"),
+        (["evaluate", "--examples", BIG], "'--examples'"),
+        (["evaluate", "--bound", "--trajectories", BIG], "'--trajectories'"),
+    ],
+)
+def test_a_bad_number_on_the_command_line_is_one_line(place, capsys, arguments, said):
+    command, *options = arguments
+    assert call(command, place / "run", *options) == 2
+    assert_one_line(capsys, said)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_built(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("unmask.models.order_model.available_memory", lambda: 3_000_000)
+    monkeypatch.setattr("unmask.training.run.OrderModel", None)
+    large = ["--set", "model.width=128", "--set", "model.intermediate=512"]
+    assert call("train", place / "tiny.toml", "--out", tmp_path / "run", "--cpu", *large) == 2
+    # 4 D^2 + 3 D I, embeddings of 3 tokens, the mask and 4 positions, a head of 3: 263,552 weights, 16 bytes each.
+    assert_one_line(capsys, "263,552 weights takes at least 4.2 MB of memory, of which 3.0 MB are available")
+
+
+DEEP = "[" * 100_000
+SPOILED = {
+    "results.jsonl": {
+        "deep": (lambda text: DEEP + "\n" + text, "line 1: not a JSON object"),
+        "400 digits": (lambda text: text.replace('"budget": ', f'"budget": {"9" * 400}', 1), "budget is not what"),
+        "as many of a float": (lambda text: text.replace('"score": ', f'"score": {"9" * 400}', 1), "score is not what"),
+    },
+    "config.json": {
+        "deep": (lambda text: DEEP, "is not the config of an unmask model"),
+        "type": (lambda text: text.replace('"tied_head": false', '"tied_head": "no"'), "wrong type in tied_head"),
+        "nested type": (lambda text: text.replace('"qk_norm": false', '"qk_norm": 0.5', 1), "wrong type in denoiser"),
+        "too large": (lambda text: text.replace('"layers": 1', '"layers": 1000000000', 1), "layers must be between"),
+    },
+}
+CASES = [(name, *case) for name, cases in SPOILED.items() for case in cases.values()]
+
+
+@pytest.mark.parametrize(("name", "spoil", "said"), CASES, ids=[f"{n} {c}" for n, cs in SPOILED.items() for c in cs])
+def test_a_spoiled_file_is_one_line(place, capsys, name, spoil, said):
+    path = place / "run" / name
+    whole = path.read_text()
+    path.write_text(spoil(whole))
+    assert path.read_text() != whole
+    try:
+        assert call("evaluate", place / "run", "--cpu") == 2
+    finally:
+        path.write_text(whole)
+    assert_one_line(capsys, said)
+
+
+@pytest.mark.parametrize("command", [["recipe", "show"], ["reproduce", "--out", "x"]])
+def test_a_deeply_nested_file_is_one_line(tmp_path, capsys, command):
+    (tmp_path / "deep.toml").write_text(f"a = {DEEP}")
+    assert call(*command, tmp_path / "deep.toml") == 2
+    assert_one_line(capsys, "deep.toml is not valid TOML")

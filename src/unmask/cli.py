@@ -16,7 +16,7 @@ import typer
 import unmask
 from unmask.display import accept_any_character, in_markup, say
 from unmask.reproduction import known_studies
-from unmask.training.recipe import known_recipes, load_recipe
+from unmask.training.recipe import MOST_EXAMPLES, MOST_STEPS, known_recipes, load_recipe
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,6 +52,10 @@ Force = Annotated[
 Cpu = Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where a GPU is present.")]
 Run = Annotated[Path, typer.Argument(help="Folder of a finished run.", show_default=False)]
 
+TrustTask = Annotated[
+    bool,
+    typer.Option("--trust-task", help="Import the run's task if it is a module of your own, which runs its code."),
+]
 Split = Annotated[
     str | None,
     typer.Option(help="The held-out split, where the task has several.", show_default="the recipe's"),
@@ -74,7 +78,6 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command; whatever the user can mend is one line on stderr and exit code 2."""
     forced = "--force" in (sys.argv if arguments is None else arguments)
     accept_any_character()
-    sys.path.append("")  # a task of the user's own, named "module:Class", may lie in the current folder
     try:
         code = app(arguments, prog_name="unmask", standalone_mode=False)
     except UsageError as error:
@@ -85,7 +88,10 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         _refuse(str(error), forced)
         sys.exit(2)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+            _refuse("out of memory: use smaller batches, fewer examples or a smaller model")
+            sys.exit(2)
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which may not have been imported
             raise
         _refuse("out of GPU memory: try --cpu, or wait until nothing else is on the GPU")
@@ -224,7 +230,9 @@ def evaluate(
         ),
     ] = None,
     split: Split = None,
-    examples: Annotated[int | None, typer.Option(min=1, help="Held-out examples.", show_default="the recipe's")] = None,
+    examples: Annotated[
+        int | None, typer.Option(min=1, max=MOST_EXAMPLES, help="Held-out examples.", show_default="the recipe's")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.", show_default="the recipe's")] = None,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -246,7 +254,10 @@ def evaluate(
         bool, typer.Option("--bf16", help="The denoiser's trunk in bfloat16, scores in float32: faster on a GPU.")
     ] = False,
     bound: Annotated[bool, typer.Option("--bound", help="The held-out bound instead, in nats a token.")] = False,
-    trajectories: Annotated[int, typer.Option(min=1, help="Trajectories a sequence and time, with --bound.")] = 8,
+    trajectories: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Trajectories a sequence and time, with --bound.")
+    ] = 8,
+    trust_task: TrustTask = False,
     cpu: Cpu = False,
 ) -> None:
     """Score policies on a run's task, compare them, and print tables; adds to RUN/results.jsonl.
@@ -260,7 +271,7 @@ def evaluate(
                 "--bound takes no --policy, no --steps, no --against, no --bf16 and nothing that chooses tokens, such "
                 "as --temperature: it is a number of the trained model"
             )
-        _evaluate_bound(run, examples, trajectories, seed, cpu, split)
+        _evaluate_bound(run, examples, trajectories, seed, cpu, split, trust_task)
     else:
         _evaluate_run(
             run,
@@ -274,6 +285,7 @@ def evaluate(
             again=again,
             compile=compile,
             bf16=bf16,
+            trust_task=trust_task,
             cpu=cpu,
         )
 
@@ -347,6 +359,7 @@ def report(
         Path | None,
         typer.Option(help="Write all tables and plots of a folder of records to this Markdown page instead."),
     ] = None,
+    trust_task: TrustTask = False,
 ) -> None:
     """Draw the results of one or more runs as one self-contained HTML page.
 
@@ -361,7 +374,7 @@ def report(
         say(f"page: {markdown}")
         return
     page = out or runs[0] / "report.html"
-    _write_report(runs, page, pictures=out is None)
+    _write_report(runs, page, trust_task, pictures=out is None)
     say(f"report: {page}")
 
 
@@ -391,12 +404,15 @@ def sample(
         typer.Option(help="A rule, see `unmask policies`; may be repeated.", show_default="learned if there is one"),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Budget of steps.", show_default="the learned budget, or 4")
+        int | None,
+        typer.Option(min=1, max=MOST_STEPS, help="Budget of steps.", show_default="the learned budget, or 4"),
     ] = None,
-    num: Annotated[int, typer.Option(min=1, help="How many examples.")] = 4,
+    num: Annotated[int, typer.Option(min=1, max=MOST_EXAMPLES, help="How many examples.")] = 4,
     example: Annotated[
         list[int] | None,
-        typer.Option(min=0, help="The number of an example; may be repeated.", show_default="the first ones"),
+        typer.Option(
+            min=0, max=2**63 - 1, help="The number of an example; may be repeated.", show_default="the first ones"
+        ),
     ] = None,
     find: Annotated[
         str,
@@ -412,6 +428,7 @@ def sample(
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     trace: Annotated[bool, typer.Option("--trace", help="Print every step of the unmasking.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Draw every step as a picture, into this file.")] = None,
+    trust_task: TrustTask = False,
 ) -> None:
     """Generate, and show what was written when: every token is coloured by the step that revealed it."""
     from unmask.decoding.policies import NetworkPolicy
@@ -421,9 +438,9 @@ def sample(
     from unmask.progress import progress
     from unmask.writing import PICTURE, picture, write
 
-    if svg is not None and svg.exists() and PICTURE not in svg.read_text(errors="replace")[:1000]:
+    if svg is not None and svg.exists() and PICTURE not in svg.read_text(encoding="utf-8", errors="replace")[:1000]:
         raise ValueError(f"{svg} exists and is no picture of unmask: give another --svg")
-    model, plain, task, recipe = _load(run, Processes(cpu=True), split)
+    model, plain, task, recipe = _load(run, Processes(cpu=True), split, trust_task)
     names = policy or ["learned" if model.selector is not None else "top-prob"]
     rules = [policy_named(name, model) for name in names]
     wanted = _right_or_wrong(find, len(rules))
@@ -583,6 +600,7 @@ def _evaluate_run(
     again: bool = False,
     compile: bool = False,
     bf16: bool = False,
+    trust_task: bool = False,
     cpu: bool = False,
 ) -> list[Record]:
     """Evaluate policies x budgets, the recipe's where none are named; print the tables and add to the run's results.
@@ -605,7 +623,7 @@ def _evaluate_run(
     from unmask.verdicts import VerdictFile
 
     processes = Processes(cpu)
-    model, plain, task, recipe = _load(run, processes, split)
+    model, plain, task, recipe = _load(run, processes, split, trust_task)
     settings = recipe.evaluate
     names = list(policies) or [*(["learned"] if model.selector is not None else []), *settings.policies]
     own = list(model.selector.budgets) if model.selector is not None else []
@@ -619,8 +637,8 @@ def _evaluate_run(
         is_learned = isinstance(rule, NetworkPolicy)
         asked = budgets or settings.budgets or own or [task.length]
         wanted = list(dict.fromkeys(own if is_learned and not (policies and budgets) else asked))
-        if wrong := [budget for budget in wanted if not 1 <= budget < 2**31]:
-            raise ValueError(f"--steps must be at least 1, got {wrong[0]}")
+        if wrong := [budget for budget in wanted if not 1 <= budget <= MOST_STEPS]:
+            raise ValueError(f"--steps must be between 1 and {MOST_STEPS:,}, got {wrong[0]}")
         fitting = [budget for budget in wanted if _can_run(rule, budget, sizes)]
         if not fitting:
             rule.check(wanted[0], sizes)  # says why
@@ -770,7 +788,13 @@ def _print_comparisons(results: Sequence[Result]) -> None:
 
 
 def _evaluate_bound(
-    run: Path, examples: int | None, trajectories: int, seed: int | None, cpu: bool, split: str | None = None
+    run: Path,
+    examples: int | None,
+    trajectories: int,
+    seed: int | None,
+    cpu: bool,
+    split: str | None = None,
+    trust_task: bool = False,
 ) -> None:
     from dataclasses import asdict
 
@@ -784,7 +808,7 @@ def _evaluate_bound(
     processes = Processes(cpu)
     if not processes.is_main:
         return  # a matter of seconds, and a sum whose rounding would depend on how it is divided
-    model, plain, task, recipe = _load(run, processes, split)
+    model, plain, task, recipe = _load(run, processes, split, trust_task)
     if model.selector is None:
         raise ValueError(f"{run} has no learned order, so it has no order bound: train one with an [order] section")
     number = examples or recipe.evaluate.examples
@@ -802,7 +826,7 @@ def _evaluate_bound(
     _console().print(bound_table(bound, task.name))
 
 
-def _write_report(runs: list[Path], page: Path, pictures: bool = True) -> None:
+def _write_report(runs: list[Path], page: Path, trust_task: bool = False, pictures: bool = True) -> None:
     """Write the page and, with `pictures`, orders.png into every run."""
     import json
 
@@ -820,7 +844,7 @@ def _write_report(runs: list[Path], page: Path, pictures: bool = True) -> None:
         records, orders = read_records(run / "results.jsonl"), read_orders(run / "orders.jsonl")
         if not records:
             raise ValueError(f"{run}/results.jsonl is empty: run `unmask evaluate {run}` first")
-        recipe, task = load_task(run)
+        recipe, task = load_task(run, trust_task)
         sections.append(
             Section(
                 _title(run, task),
@@ -894,14 +918,16 @@ def _console() -> Console:
     return Console(highlight=False)
 
 
-def _load(run: Path, processes: Processes, split: str | None = None) -> tuple[OrderModel, OrderModel, Task, Recipe]:
+def _load(
+    run: Path, processes: Processes, split: str | None, trust_task: bool
+) -> tuple[OrderModel, OrderModel, Task, Recipe]:
     """The model of a run, the one whose denoiser the heuristics run on, the task and the recipe, ready to use."""
     import torch
 
     from unmask.tasks.task import on_split
     from unmask.training.run import load_run
 
-    model, plain, recipe, task = load_run(run)
+    model, plain, recipe, task = load_run(run, trust_task)
     if split is not None:
         task = on_split(task, split)
     if recipe.threads:

@@ -39,7 +39,7 @@ def write_text(path: Path, text: str) -> None:
     """Replace a file whole: a crash leaves the old one or the new one, never a part.  Links are not followed."""
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     sync(partial)
     partial.rename(path)
     sync(path.parent)
@@ -56,7 +56,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {"format": FORMAT, "files": {}}
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         if found["format"] == FORMAT and isinstance(found["files"], dict):
             return dict(found)
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -132,7 +132,7 @@ def refuse_link(path: Path) -> None:
 def locked(folder: Path, wait: bool = False) -> Iterator[None]:
     """Hold FOLDER/lock; the kernel lets go of it however this process ends.  BlockingIOError where another holds it."""
     path = folder / "lock"
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
             raise BlockingIOError("its holder has just finished and taken the file away")

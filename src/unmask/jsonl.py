@@ -6,6 +6,7 @@ The last field of a line is the CRC-32 of the rest, `crc`: a damaged line is nev
 from __future__ import annotations
 
 import json
+import math
 import re
 import types
 import zlib
@@ -35,11 +36,19 @@ def unsealed(line: str) -> Any:
         line = line[: found.start()] + "}"
         if found[1] != _crc(line):
             raise ChecksumError("it is not what was written")
-    return json.loads(line)
+    return parse_json(line)
 
 
 def _crc(text: str) -> str:
     return f"{zlib.crc32(text.encode()):08x}"
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Like `json.loads`; what is nested too deeply is a ValueError like any other bad text."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def append_jsonl(path: Path, items: Sequence[Any]) -> None:
@@ -101,15 +110,17 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, dict) and all(
             name in hints and fits(item, hints[name]) for name, item in value.items()
         )
+    if type(value) is int and not -(2**63) <= value < 2**63:  # may be more than a float can hold
+        return False
     if hint is float:
-        return type(value) in (int, float)
+        return type(value) in (int, float) and math.isfinite(value)
     return hint is Any or type(value) is (type(None) if hint is None else hint)
 
 
 def _whole(line: str) -> bool:
     """Whether the end of a file, which has no newline, is a line all the same."""
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(parse_json(line), dict)
     except ValueError:
         return False
 

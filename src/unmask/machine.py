@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -19,6 +22,17 @@ def matrix_speed(dtype: torch.dtype = torch.float32, size: int = 768) -> float:
         matrix @ matrix
         best = min(best, time.perf_counter() - started)
     return 2.0 * size**3 / best
+
+
+def available_memory() -> int:
+    """Bytes that a process may still take: what the kernel calls available, where it says so, else all there are."""
+    try:
+        kilobytes = re.search(
+            r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(encoding="utf-8"), flags=re.MULTILINE
+        )
+    except OSError:
+        kilobytes = None
+    return int(kilobytes[1]) * 1024 if kilobytes else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @cache

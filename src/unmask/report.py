@@ -18,7 +18,7 @@ from unmask.comparison import Comparison, Result, area, curves
 from unmask.display import in_html, in_markup, visible
 from unmask.evaluation import BoundReport, Order, Record
 from unmask.files import write_text
-from unmask.jsonl import ResultsError, read_jsonl, unsealed
+from unmask.jsonl import ResultsError, fits, read_jsonl, unsealed
 from unmask.verdicts import IDENTITY
 
 if TYPE_CHECKING:
@@ -48,7 +48,10 @@ def read_bound(path: Path) -> BoundReport | None:
     if not path.exists():
         return None
     try:
-        return BoundReport(**unsealed(path.read_text(encoding="utf-8")))
+        values = unsealed(path.read_text(encoding="utf-8"))
+        if not fits(values, BoundReport):
+            raise ValueError
+        return BoundReport(**values)
     except (ValueError, TypeError):
         raise ResultsError(f"{path} is damaged or from another version: run `unmask evaluate --bound` again") from None
 

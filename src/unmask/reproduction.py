@@ -29,7 +29,6 @@ import shlex
 import shutil
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,6 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from unmask import files
 from unmask.jsonl import append_jsonl, read_jsonl, sealed
 from unmask.suggest import did_you_mean
+from unmask.tasks import is_own
 from unmask.training.recipe import (
     Recipe,
     RecipeError,
@@ -45,6 +45,7 @@ from unmask.training.recipe import (
     differences,
     load_recipe,
     not_continued,
+    read_toml,
     recipe_folder,
 )
 
@@ -154,11 +155,7 @@ def load_study(name: str) -> tuple[Study, Path]:
     if not path.is_file():
         known = known_studies()
         raise RecipeError(f"no study {name!r}; {did_you_mean(name, known)}give a file or one of {', '.join(known)}")
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not valid TOML: {error}") from None
-    study: Study = build(Study, values, "study")
+    study: Study = build(Study, read_toml(path), "study")
     return study, path
 
 
@@ -185,6 +182,7 @@ class Reproduction:
         self.records = out / "results" / f"{path.stem}.jsonl"
         self.beside = out / "results" / path.stem
         self.recipes: dict[str, tuple[str, list[str]]] = {}  # by run: the recipe's name and its overrides
+        self.loaded: dict[str, Recipe] = {}
         self.training: dict[str, Training] = {}
         self.start: dict[str, str] = {}  # by run: the run that it starts from, or ""
         self.best_others: list[str] = []
@@ -255,8 +253,9 @@ class Reproduction:
         return chosen
 
     def _recipe(self, run: str) -> Recipe:
-        name, overrides = self.recipes[run]
-        return load_recipe(name, overrides)
+        if run not in self.loaded:
+            self.loaded[run] = load_recipe(*self.recipes[run])
+        return self.loaded[run]
 
     def _is_trained(self, run: str) -> bool:
         from unmask.training.folder import is_finished
@@ -336,6 +335,7 @@ class Reproduction:
             words += [word for value in values for word in (option, str(value))]
         words += [word for order in against for word in ("--against", str(self.out / order))]
         words += ["--bf16"] if self.study.bf16 else []
+        words += ["--trust-task"] if is_own(self._recipe(run).task["name"]) else []  # the study's recipe names it
         command = self._on_device(["evaluate", str(self.out / run), *words])
         return Stage("/".join([split.split, run, *([part] if part else [])]), (split.split,), command, (run, *against))
 
@@ -425,13 +425,10 @@ class Reproduction:
             )
         if not self._is_trained(stage.name):
             return False
+        from unmask.training.folder import read_recipe
+
         folder = self.out / stage.name
-        try:
-            files.check(folder, "recipe.json")
-            was = Recipe.from_json((folder / "recipe.json").read_text())
-        except (OSError, ValueError):
-            raise ValueError(f"{folder}/recipe.json is missing or damaged: move the folder away") from None
-        if keys := [key for key, _, _ in differences(was, self._recipe(stage.name))]:
+        if keys := [key for key, _, _ in differences(read_recipe(folder), self._recipe(stage.name))]:
             raise ValueError(
                 f"{folder} was trained by a recipe with another {' and '.join(keys)}: move it away, "
                 "or give another --out"

@@ -93,7 +93,7 @@ def write_page(page: Path, folder: Path) -> None:
     plots.mkdir(parents=True, exist_ok=True)
     for results in studies:
         for part in _parts(results):
-            (plots / part.plot).write_text(svg(plot(part.records)) + "\n")
+            (plots / part.plot).write_text(svg(plot(part.records)) + "\n", encoding="utf-8")
     page.write_text(tables(studies, plots.name), encoding="utf-8")
 
 

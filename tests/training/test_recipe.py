@@ -297,7 +297,7 @@ WRONG_VALUES = [
     ("model.scorer.width=-8", "width must be at least 0, got -8"),
     ("evaluate.examples=0", "examples must be at least 1, got 0"),
     ("evaluate.temperature=-1", "temperature must be at least 0"),
-    ("evaluate.budgets=[2, 0]", "budgets must be at least 1, got [2, 0]"),
+    ("evaluate.budgets=[2, 0]", "budgets must be between 1 and 10,000, got [2, 0]"),
     ("threads=-1", "threads must be at least 0, got -1"),
     ("seed=99999999999999999999", "seed must fit in 64 bits"),
 ]

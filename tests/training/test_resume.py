@@ -266,15 +266,18 @@ def test_a_damaged_checkpoint_costs_only_the_way_from_the_one_before(base, tmp_p
     train(recipe(base), run, cpu=True)
     said = capsys.readouterr().err
     assert "order-00000010 is damaged (tensors.safetensors is not what was written)" in said
-    assert "the one before it is used" in said
+    assert "trying the one before it" in said
     assert_same_run(run, base / "alone")
 
 
-def test_a_damaged_checkpoint_with_none_before_it_starts_the_stage_anew(base, tmp_path, monkeypatch):
+def test_a_damaged_checkpoint_with_none_before_it_starts_the_stage_anew(base, tmp_path, monkeypatch, capsys):
     run = interrupted(base, tmp_path / "run", monkeypatch)
     for path in (run / "checkpoints").glob("order-*"):
         (path / "facts.json").unlink()
+    capsys.readouterr()
     train(recipe(base), run, cpu=True)
+    said = [line for line in capsys.readouterr().err.splitlines() if "is damaged" in line]
+    assert said[-1].endswith("none is left: the stage starts anew")
     assert_same_run(run, base / "alone")
 
 

@@ -608,7 +608,7 @@ def test_a_half_written_run_is_refused(base, tmp_path, missing):
     message = one_line(caught)
     assert missing in message
     assert "missing" in message
-    assert "again" in message, "what to do"
+    assert "from a copy" in message, "what to do"
 
 
 def test_a_joint_run_without_its_baseline_is_refused(base, tmp_path):
@@ -628,24 +628,40 @@ def test_an_interrupted_run_is_unfinished_and_can_be_replaced(base, tmp_path, mo
     with pytest.raises(KeyboardInterrupt):
         train(recipe(base), tmp_path / "run", cpu=True)
     monkeypatch.undo()
-    with pytest.raises(ModelFolderError, match=r"config\.json is missing, so no finished model is here"):
+    with pytest.raises(RunFolderError, match=r"run is not finished: wait for its `unmask train`, or give that command"):
         load_run(tmp_path / "run")
     train(recipe(base), tmp_path / "run", force=True, cpu=True)
     load_run(tmp_path / "run")
     assert contents(tmp_path / "run").keys() == contents(base / "frozen").keys()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"task": {"name": "groups"}, "from_another_version": 1}'])
-def test_a_damaged_recipe_is_refused(base, tmp_path, text):
+def unreadable(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda path: path.write_text("{"), "recipe.json is damaged"),
+        (lambda path: path.write_text("[" * 100_000), "recipe.json is damaged (nested too deeply)"),
+        (lambda path: path.write_text("[]"), "recipe.json does not fit this version"),
+        (lambda path: path.write_text('{"task": {"name": "groups"}, "new": 1}'), "unknown key 'new'"),
+        (unreadable, "recipe.json cannot be read (Is a directory): mend that"),
+        (
+            lambda path: path.write_text(path.read_text().replace('"groups"', '"gone_module:Gone"', 1)),
+            "task 'gone_module:Gone' cannot be imported: No module named 'gone_module'",
+        ),
+    ],
+)
+def test_a_recipe_that_cannot_be_used_says_why(base, tmp_path, spoil, said):
+    """And never advises to train again, which could cost the run."""
     folder = finished(base, tmp_path)
-    (folder / "recipe.json").write_text(text)
-    with pytest.raises(RunFolderError) as caught:
-        load_run(folder)
-    assert "recipe.json is damaged" in one_line(caught)
-    files.write_listed(folder, "recipe.json", text)  # as another version may write it
-    with pytest.raises(RunFolderError) as caught:
-        load_run(folder)
-    assert "recipe.json is missing or damaged" in one_line(caught)
+    spoil(folder / "recipe.json")
+    with pytest.raises((RunFolderError, RecipeError)) as caught:
+        load_run(folder, trust_task=True)
+    assert said in one_line(caught)
+    assert "again" not in one_line(caught) or "same command again" in one_line(caught)
 
 
 def test_a_flipped_bit_in_the_recipe_is_noticed(base, tmp_path):
@@ -707,7 +723,7 @@ def test_a_loss_that_is_not_finite_saves_the_state_before(base, tmp_path, monkey
     assert f"{bad_stage}, update 2: loss, gradient of the denoiser" in message
     assert "the state before update 1 is saved" in message
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"{bad_stage}-00000001"]
-    with pytest.raises(ModelFolderError):
+    with pytest.raises(RunFolderError):
         load_run(folder)
     train(recipe(base, *JOINT, f"{bad_stage}.max_bad=2"), folder, cpu=True)
     for part in (".", "baseline"):

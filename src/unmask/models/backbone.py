@@ -14,6 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention, silu
 
+_RANGES = {
+    "width": (1, 65_536),
+    "layers": (1, 1_000),
+    "heads": (1, 65_536),
+    "intermediate": (1, 1_000_000),
+    "max_length": (1, 2**24),
+    "kv_heads": (0, 65_536),
+    "head_width": (0, 65_536),
+}
+
 
 @dataclass(frozen=True)
 class BackboneConfig:
@@ -38,12 +48,9 @@ class BackboneConfig:
     head_width: int = 0  # E; 0: width / heads
 
     def __post_init__(self) -> None:
-        for field in ("width", "layers", "heads", "intermediate", "max_length"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
-        for field in ("kv_heads", "head_width"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"{field} must be at least 0, got {getattr(self, field)}")
+        for field, (low, high) in _RANGES.items():
+            if not low <= getattr(self, field) <= high:
+                raise ValueError(f"{field} must be between {low} and {high:,}, got {getattr(self, field)}")
         if not self.head_width and self.width % (2 * self.heads):
             raise ValueError(f"width {self.width} must be a multiple of 2 * heads = {2 * self.heads} (rotary pairs)")
         if self.head_width % 2:
@@ -58,6 +65,12 @@ class BackboneConfig:
     @property
     def K(self) -> int:
         return self.kv_heads or self.heads
+
+    def num_weights(self, num_tokens: int = 0) -> int:
+        """Of the matrices, which is nearly all: layers * (2 (H + K) E D + 3 D intermediate) + embeddings."""
+        D, H, K, E = self.width, self.heads, self.K, self.E
+        positions = self.max_length if self.absolute_positions else 0
+        return self.layers * (2 * (H + K) * E * D + 3 * D * self.intermediate) + (num_tokens + positions) * D
 
 
 def _smdm(layers: int, width: int, heads: int, intermediate: int | None = None) -> BackboneConfig:

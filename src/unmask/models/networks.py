@@ -94,6 +94,10 @@ class SelectorConfig:
         if not self.budgets or min(self.budgets) < 1:
             raise ValueError(f"a selector needs at least one budget T >= 1, got {list(self.budgets)}")
 
+    @property
+    def shape(self) -> BackboneConfig:
+        return BackboneConfig(self.width, self.layers, self.heads, intermediate=2 * self.width)
+
 
 class Selector(nn.Module):
     """p_psi^{t,n}(x_{t+1}) = sigmoid(s_n): should position n be revealed now, with t further steps to come?
@@ -113,8 +117,7 @@ class Selector(nn.Module):
         self.config = config
         self.selection = selection or NonEmpty()
         D = config.width
-        shape = BackboneConfig(width=D, layers=config.layers, heads=config.heads, intermediate=2 * D)
-        self.shape = shape
+        self.shape = shape = config.shape
         self.read_hidden = nn.Linear(denoiser_width, D)
         self.read_confidences = nn.Linear(self.SAID, D)
         self.read_time = nn.Sequential(nn.Linear(self.TIME_FEATURES, D), nn.SiLU(), nn.Linear(D, D))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -17,6 +17,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
 
 from unmask import files
+from unmask.jsonl import fits, parse_json
+from unmask.machine import available_memory
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser, OrderScorer, Selector, SelectorConfig
 from unmask.variational.selection import Bernoulli, NonEmpty, Selection
@@ -87,7 +89,10 @@ class OrderModel(nn.Module):
             raise ModelFolderError(f"{folder}: no such folder; give the run folder of a finished `unmask train`")
         for name in MODEL_FILES:
             if not (folder / name).is_file():
-                raise ModelFolderError(f"{folder}: {name} is missing, so no finished model is here; train it again")
+                raise ModelFolderError(
+                    f"{folder}: {name} is missing, so no finished model is here: finish its training, or restore the "
+                    "file from a copy"
+                )
         try:
             files.check(folder, *MODEL_FILES)
         except files.ChecksumError as error:
@@ -98,6 +103,7 @@ class OrderModel(nn.Module):
         except Exception as error:  # tokenizers raises plain Exception
             raise _damaged(folder / "tokenizer.json", error) from None
         try:
+            check_memory(config, copies=1)
             model = cls(config, tokenizer)
         except (TypeError, ValueError, RuntimeError) as error:  # values of the right names that build no network
             raise _damaged(folder / "config.json", error) from None
@@ -109,6 +115,20 @@ class OrderModel(nn.Module):
             reason = str(error).strip().splitlines()[-1].strip()
             raise ModelFolderError(f"{folder}/model.safetensors does not fit config.json: {reason}") from None
         return model.eval()
+
+
+def check_memory(config: OrderModelConfig, copies: int) -> None:
+    """Raise ValueError, before networks of this shape are built, if the memory does not hold so many copies of them."""
+    networks = [config.denoiser, *([config.scorer] if config.scorer else [])]
+    weights = sum(network.num_weights(config.vocab_size + 1) for network in networks)
+    weights += 0 if config.tied_head else config.vocab_size * config.denoiser.width
+    weights += config.selector.shape.num_weights() if config.selector else 0
+    needed, available = 4 * copies * weights, available_memory()
+    if needed > available:
+        raise ValueError(
+            f"a model with {weights:,} weights takes at least {needed / 1e6:,.1f} MB of memory, of which "
+            f"{available / 1e6:,.1f} MB are available: make it smaller"
+        )
 
 
 def word_level_tokenizer(vocabulary: Sequence[str]) -> Tokenizer:
@@ -128,7 +148,7 @@ def with_mask_token(tokenizer: Tokenizer) -> Tokenizer:
 
 def _read_config(path: Path) -> OrderModelConfig:
     try:
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        fields: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
         version = fields.pop("format_version")
     except (ValueError, KeyError, AttributeError, TypeError):  # no JSON, no such key, no object, a list
         raise ModelFolderError(f"{path} is not the config of an unmask model (no format_version)") from None
@@ -138,13 +158,18 @@ def _read_config(path: Path) -> OrderModelConfig:
             "use the unmask that wrote it, or train again"
         )
     try:
+        given = dict(fields)
         selector, scorer = fields.pop("selector"), fields.pop("scorer")
-        return OrderModelConfig(
+        config = OrderModelConfig(
             denoiser=BackboneConfig(**fields.pop("denoiser")),
             selector=SelectorConfig(**{**selector, "budgets": tuple(selector["budgets"])}) if selector else None,
             scorer=BackboneConfig(**scorer) if scorer else None,
             **fields,
         )
+        hints = get_type_hints(OrderModelConfig)
+        if wrong := [name for name, value in given.items() if not fits(value, hints[name])]:
+            raise ValueError(f"wrong type in {', '.join(wrong)}")
+        return config
     except (TypeError, ValueError, KeyError) as error:
         raise _damaged(path, error) from None
 

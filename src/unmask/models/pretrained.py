@@ -5,7 +5,6 @@ A source is a folder in the format of Hugging Face, a GGUF file, or a name of PA
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from unmask.display import say
+from unmask.jsonl import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -124,7 +124,7 @@ def _eos(folder: Path, tokenizer: Tokenizer) -> str | None:
     """The end of text that the files beside a tokenizer name, by its text or by its id."""
     for name in _SAY_EOS:
         try:
-            said = json.loads((folder / name).read_text(encoding="utf-8"))
+            said = parse_json((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
         if not isinstance(said, dict):

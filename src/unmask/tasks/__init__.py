@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
+from importlib.machinery import PathFinder
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from unmask.suggest import did_you_mean
@@ -23,6 +26,21 @@ TASKS = {
 }
 
 
+def is_own(name: str) -> bool:
+    """Whether a name is "module:Class", a task of the user's own: making it imports the module, which runs its code."""
+    return name not in TASKS and ":" in name
+
+
+def source_of(name: str) -> str:
+    """Where the module of a user's own task lies.  Nothing is imported to find it, not even the packages around it."""
+    module, _ = _module_and_class(name)
+    folders, found = [*sys.path, ""], None
+    for names in accumulate(module.split("."), "{}.{}".format):  # a, a.b, a.b.c
+        found = PathFinder.find_spec(names, folders)
+        folders = list(found.submodule_search_locations or []) if found else []
+    return (found and found.origin) or "a file that was not found"
+
+
 def task_class(name: str) -> type[Any]:
     """The class of a task: a dataclass whose fields are the task's options, each with a default.
 
@@ -33,15 +51,24 @@ def task_class(name: str) -> type[Any]:
         raise ValueError(
             f"unknown task {name!r}; {nearest}choose from {', '.join(TASKS)}, or give your own 'module:Class'"
         )
-    module, _, cls = TASKS.get(name, name).partition(":")
+    module, cls = _module_and_class(name)
+    if is_own(name) and "" not in sys.path:
+        sys.path.append("")  # it may lie in the current folder, where nothing else is looked for
     try:
         found = getattr(importlib.import_module(module), cls)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
         where = "installed packages and the current folder were searched"
         raise ValueError(f"task {name!r} cannot be imported: {error} ({where})") from None
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
         raise ValueError(f"task {name!r} must be a dataclass whose fields are its options")
     return found
+
+
+def _module_and_class(name: str) -> tuple[str, str]:
+    module, _, cls = TASKS.get(name, name).partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), cls)):
+        raise ValueError(f"task {name!r}: write a task of your own as module:Class, such as palindromes:Palindromes")
+    return module, cls
 
 
 def make_task(name: str, **options: int | bool | str) -> Task:
@@ -56,4 +83,6 @@ def make_task(name: str, **options: int | bool | str) -> Task:
         if type(value) is not type(defaults[option]):
             kind = type(defaults[option]).__name__
             raise ValueError(f"task {name}: option {option} must be of type {kind}, not {type(value).__name__}")
+        if type(value) is int and not -(2**63) <= value < 2**63:
+            raise ValueError(f"task {name}: option {option} must fit in 64 bits, got {value}")
     return cls(**options)

@@ -34,7 +34,7 @@ class Addition:
     vocabulary = tuple("0123456789")
 
     def __post_init__(self) -> None:
-        check_range(self, "digits", 1)
+        check_range(self, "digits", 1, 1000)
         if self.ask not in ("all", "sum"):
             raise ValueError(f"task {self.name}: set ask to all or sum, not {self.ask!r}")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unmask.tasks.task import (
     LETTERS,
+    LONGEST,
     Examples,
     check_range,
     example_uniforms,
@@ -38,7 +39,7 @@ class Chain:
     unconditional = True
 
     def __post_init__(self) -> None:
-        check_range(self, "length", 1)
+        check_range(self, "length", 1, LONGEST)
         check_range(self, "symbols", 2, len(LETTERS))
         check_range(self, "branching", 2, self.symbols)  # with one successor the first token tells all
 

@@ -40,8 +40,8 @@ class Groups:
     min_steps = 2
 
     def __post_init__(self) -> None:
-        check_range(self, "groups", 1)
-        check_range(self, "group_size", 2)  # a group of one has nothing to agree with
+        check_range(self, "groups", 1, 256)
+        check_range(self, "group_size", 2, 256)  # a group of one has nothing to agree with
         check_range(self, "symbols", 2, len(LETTERS))
 
     @property

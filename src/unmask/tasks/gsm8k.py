@@ -32,7 +32,7 @@ from unmask.progress import watched
 from unmask.tasks import arithmetic, byte_pairs, held_out, resampling, word_problems
 from unmask.tasks.byte_pairs import EOS, MARKS, SMALLEST, Ragged, decode, train_tokenizer
 from unmask.tasks.held_out import HELD_OUT, SPLITS, leaked, make_splits
-from unmask.tasks.task import Examples, check_range, prompt_kept
+from unmask.tasks.task import LONGEST, Examples, check_range, prompt_kept
 from unmask.tasks.word_problems import FORMS, HUB, SCORINGS, answer_in, file_of, read_problems
 
 _EOS = MARKS.index(EOS)  # the first id, of a cut tokenizer too
@@ -76,10 +76,10 @@ class GSM8K:
     held_out_splits = HELD_OUT
 
     def __post_init__(self) -> None:
-        check_range(self, "resample", 0)
-        check_range(self, "vocab_size", SMALLEST)
-        check_range(self, "prompt_length", 1)
-        check_range(self, "response_length", 0)
+        check_range(self, "resample", 0, 10_000)
+        check_range(self, "vocab_size", SMALLEST, 1_000_000)
+        check_range(self, "prompt_length", 1, LONGEST)
+        check_range(self, "response_length", 0, LONGEST)
         for option, choices in (("answers", FORMS), ("held_out", HELD_OUT), ("scoring", SCORINGS)):
             if getattr(self, option) not in choices:
                 listed = f"{', '.join(choices[:-1])} or {choices[-1]}"

@@ -44,8 +44,8 @@ class ParityDag:
     min_steps = 2
 
     def __post_init__(self) -> None:
-        check_range(self, "levels", 2)
-        check_range(self, "width", 2)
+        check_range(self, "levels", 2, 256)
+        check_range(self, "width", 2, 256)
         check_range(self, "parents", 1, self.width)
         if math.comb(self.width, self.parents) > _MOST_PARENT_SETS:
             raise ValueError(

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from unmask import files
+from unmask.jsonl import parse_json
 from unmask.streams import Purpose, uniforms
 
 FORMAT_VERSION = 1
@@ -68,7 +69,7 @@ def _text(raw: bytes, path: Path, line: int, field: str) -> str:
     if path.suffix != ".jsonl":
         return text
     try:
-        found = json.loads(text)[field]
+        found = parse_json(text)[field]
     except (ValueError, KeyError, TypeError):
         found = None
     if not isinstance(found, str):
@@ -86,7 +87,7 @@ def fingerprint(hashes: Iterable[str], shards: Sequence[Path], *settings: object
 def read_hashes(path: Path) -> dict[str, str]:
     """What `hash_shards` found before; nothing where it cannot be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -134,7 +135,7 @@ class TokenCache:
         try:
             listed = files.read_manifest(folder)["files"]
             hashes, self.known = hash_shards([folder / name for name in CACHE_FILES], known or {})
-            about = json.loads((folder / "cache.json").read_text())
+            about = parse_json((folder / "cache.json").read_text(encoding="utf-8"))
             path = folder / "tokens.bin"  # an empty file cannot be mapped
             self.tokens = np.memmap(path, about["dtype"], "r") if path.stat().st_size else np.zeros(0, about["dtype"])
             self.offsets = np.memmap(folder / "offsets.bin", np.int64, "r")
@@ -174,7 +175,7 @@ def write_cache(folder: Path, sequences: Iterable[Sequence[int]], vocab_size: in
             rows, position = rows + 1, position + len(sequence)
             offsets.write(np.int64(position).tobytes())
     about = {**about, "dtype": dtype.name, "rows": rows, "tokens": position}
-    (partial / "cache.json").write_text(json.dumps(about, indent=2) + "\n")
+    (partial / "cache.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     files.list_files(partial, *CACHE_FILES)
     files.discard(folder, *CACHE_FILES, files.MANIFEST)
     partial.rename(folder)

@@ -158,6 +158,7 @@ def check_task(task: Task) -> None:
 # puzzle, the others are the splits, so that no example ever shares a draw with the structure or with the other split.
 # Draws are float64: 24 bits would tie in an argsort and bias an integer (u * k).long(); with 53 bits u * k < k holds.
 
+LONGEST = 65_536  # tokens of a sequence
 LETTERS = tuple(string.ascii_lowercase)  # the vocabulary of puzzles whose symbols mean nothing
 
 _STRUCTURE = 0
@@ -193,9 +194,8 @@ def uniform_log_likelihood(valid: Tensor, log_count: float | Tensor) -> Tensor:
     return torch.where(valid, -torch.as_tensor(log_count, dtype=torch.float64), -torch.inf)
 
 
-def check_range(task: Task, option: str, low: int, high: int | None = None) -> None:
+def check_range(task: Task, option: str, low: int, high: int) -> None:
     """Raises a ValueError of one line unless low <= option <= high."""
     value = getattr(task, option)
-    if value < low or (high is not None and value > high):
-        bounds = f"to at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"task {task.name}: set {option} {bounds}, not {value}")
+    if not low <= value <= high:
+        raise ValueError(f"task {task.name}: set {option} between {low} and {high}, not {value}")

@@ -30,7 +30,7 @@ from unmask.tasks.shards import (
     read_texts,
     write_cache,
 )
-from unmask.tasks.task import Examples, check_range
+from unmask.tasks.task import LONGEST, Examples, check_range
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Text:
     entropy = None
 
     def __post_init__(self) -> None:
-        check_range(self, "length", 1)
-        check_range(self, "test_every", 2)
-        check_range(self, "window", 1)
-        check_range(self, "bucket", 0)
+        check_range(self, "length", 1, LONGEST)
+        check_range(self, "test_every", 2, 1_000_000)
+        check_range(self, "window", 1, 2**31)
+        check_range(self, "bucket", 0, 1_000_000)
 
     @cached_property
     def shards(self) -> list[Path]:

@@ -8,13 +8,13 @@ A problem is a question, a solution with calculator annotations `<<48/2=24>>`, a
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from unmask.jsonl import parse_json
 from unmask.tasks.arithmetic import NUMBER, Exact, Expression, exact, parse
 
 HUB = "openai/gsm8k"
@@ -152,8 +152,8 @@ def _from_file(path: Path) -> list[Problem]:
 
 def _json_line(line: str, where: str) -> tuple[str, str]:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line)
+    except ValueError:
         raise ValueError(f'{where}: not JSON; write {{"question": ..., "answer": ...}}') from None
     for field in ("question", "answer"):
         if not isinstance(row, dict) or not isinstance(row.get(field), str):

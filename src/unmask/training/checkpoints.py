@@ -24,6 +24,7 @@ from torch import Tensor
 import unmask
 from unmask import files
 from unmask.display import say
+from unmask.jsonl import parse_json
 
 FORMAT_VERSION = 1
 TENSORS, FACTS = "tensors.safetensors", "facts.json"
@@ -66,7 +67,7 @@ class CheckpointFolder:
             partial.mkdir()
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / TENSORS)
             about = {"format_version": FORMAT_VERSION, "unmask": unmask.__version__, "stage": stage, "update": update}
-            (partial / FACTS).write_text(json.dumps({**about, **facts}) + "\n")
+            (partial / FACTS).write_text(json.dumps({**about, **facts}) + "\n", encoding="utf-8")
             files.list_files(partial, TENSORS, FACTS)
             _discard(final)
             partial.rename(final)
@@ -86,14 +87,16 @@ class CheckpointFolder:
 
     def newest(self, stage: str, report: Callable[[str], None] = warn) -> Checkpoint | None:
         """The newest checkpoint of a stage that is whole; damaged ones are reported, and kept as NAME.damaged."""
-        for path in reversed(self._of(stage)):
+        found = self._of(stage)
+        for path in reversed(found):
             try:
                 return read_checkpoint(path)
             except DamagedError as error:
                 aside = path.with_name(f"{path.name}.damaged")
                 _discard(aside)
                 path.rename(aside)
-                report(f"{error}: kept as {aside.name}, the one before it is used")
+                instead = "none is left: the stage starts anew" if path == found[0] else "trying the one before it"
+                report(f"{error}: kept as {aside.name}; {instead}")
         return None
 
     def remove(self, stage: str) -> None:
@@ -124,7 +127,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         for name in (TENSORS, FACTS):
             if manifest[name] != files.fingerprint(path / name):
                 raise DamagedError(f"checkpoint {path} is damaged ({name} is not what was written)")
-        facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
+        facts = parse_json((path / FACTS).read_text(encoding="utf-8"))
         version = facts["format_version"]
         tensors = load_file(path / TENSORS) if version == FORMAT_VERSION else {}
     except (OSError, SafetensorError) as error:

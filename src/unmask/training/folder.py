@@ -30,7 +30,7 @@ from pathlib import Path
 from unmask import files
 from unmask.models.order_model import MODEL_FILES, OrderModel
 from unmask.training.checkpoints import CheckpointFolder, reason, warn
-from unmask.training.recipe import Recipe, differences
+from unmask.training.recipe import Recipe, RecipeError, differences
 
 # All that the commands of this program write below a run folder; whatever else is there is somebody's own.
 WRITTEN = re.compile(
@@ -114,6 +114,26 @@ def _make_way(out: Path) -> None:
     out.rename(old)
 
 
+def read_recipe(folder: Path) -> Recipe:
+    """The recipe of a run.  A task of the user's own is not imported."""
+    path = folder / "recipe.json"
+    try:
+        files.check(folder, path.name)
+        return Recipe.from_json(path.read_text(encoding="utf-8"))
+    except files.ChecksumError as error:
+        raise RunFolderError(str(error)) from None
+    except FileNotFoundError:
+        raise RunFolderError(f"{path} is missing: give the folder of a run, or restore the file from a copy") from None
+    except OSError as error:
+        raise RunFolderError(
+            f"{path} cannot be read ({reason(error)}): mend that and give the same command again"
+        ) from None
+    except RecipeError as error:
+        raise RunFolderError(f"{path} does not fit this version ({error}): use the unmask that wrote it") from None
+    except ValueError as error:
+        raise RunFolderError(f"{path} is damaged ({error}): restore it from a copy") from None
+
+
 def _replaced(out: Path) -> Path:
     return out.with_name(f"{out.name}.replaced")
 
@@ -147,11 +167,7 @@ def changes_in(recipe: Recipe, out: Path, allow_change: bool) -> str:
     path = out / "recipe.json"
     if not path.exists():
         return ""
-    try:
-        files.check(out, path.name)
-        stored = Recipe.from_json(path.read_text())
-    except (OSError, ValueError):
-        raise RunFolderError(f"{path} is damaged: restore it from a copy, or begin anew with --force") from None
+    stored = read_recipe(out)
     said = ", ".join(f"{key} = {new!r} (was {old!r})" for key, old, new in differences(stored, recipe))
     if said and not allow_change:
         raise RunFolderError(
@@ -164,10 +180,14 @@ def changes_in(recipe: Recipe, out: Path, allow_change: bool) -> str:
 def store_recipe(recipe: Recipe, out: Path, changes: str = "") -> None:
     """Write recipe.json where it differs; `changes` that matter are noted."""
     if changes:
-        with (out / "changes.log").open("a") as file:
+        with (out / "changes.log").open("a", encoding="utf-8") as file:
             file.write(f"{changes}\n")
     path = out / "recipe.json"
-    if not path.exists() or path.read_text() != recipe.to_json() or path.name not in files.read_manifest(out)["files"]:
+    if (
+        not path.exists()
+        or path.read_text(encoding="utf-8") != recipe.to_json()
+        or path.name not in files.read_manifest(out)["files"]
+    ):
         files.write_listed(out, path.name, recipe.to_json())
 
 

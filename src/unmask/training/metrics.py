@@ -37,7 +37,7 @@ class Metrics:
 
     def _append(self, values: dict[str, Any]) -> None:
         try:
-            with self.path.open("a") as file:
+            with self.path.open("a", encoding="utf-8") as file:
                 file.write(sealed(values) + "\n")
         except OSError as error:
             raise CheckpointError(
@@ -53,7 +53,7 @@ class Metrics:
         """Keep the lines of the `finished` stages and those of `stage` before `update`; damaged ones are reported."""
         if not self.path.exists():
             return
-        text, kept, damaged = self.path.read_text(errors="replace"), [], []
+        text, kept, damaged = self.path.read_text(encoding="utf-8", errors="replace"), [], []
         for number, line in enumerate(text.split("\n")[:-1], start=1):  # what is behind the last one was cut off
             try:
                 values = unsealed(line)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from unmask.jsonl import parse_json
 from unmask.suggest import did_you_mean
+from unmask.tasks import is_own, make_task, task_class
+
+MOST_STEPS = 10_000  # of generation: more than one a token of any sequence here
+MOST_EXAMPLES = 1_000_000  # of an evaluation
 
 
 class RecipeError(ValueError):
@@ -113,6 +119,7 @@ class Optimisation:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "updates", "batch", "accumulate", "max_bad")
+        _at_most(self, 1_000_000, "batch")
         _at_least(self, 0, "warmup", "weight_decay", "final_rate")
         if self.clip <= 0:
             raise ValueError(f"clip must be above 0, got {self.clip}")
@@ -165,6 +172,8 @@ class OrderRecipe(Optimisation):
                 "raise it, or take baseline = 'none' or 'moving-average'"
             )
         _at_least(self, 1, "trajectories", "kl_weight")
+        _at_most(self, MOST_STEPS, "budget")
+        _at_most(self, 10_000, "trajectories")
         for name in ("denoiser_rate", "selector_rate", "scorer_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie between 0 (frozen) and 1, got {getattr(self, name)}")
@@ -195,9 +204,10 @@ class EvaluateRecipe:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "examples")
+        _at_most(self, MOST_EXAMPLES, "examples")
         _at_least(self, 0, "temperature")
-        if any(budget < 1 for budget in self.budgets):
-            raise ValueError(f"budgets must be at least 1, got {list(self.budgets)}")
+        if not all(1 <= budget <= MOST_STEPS for budget in self.budgets):
+            raise ValueError(f"budgets must be between 1 and {MOST_STEPS:,}, got {list(self.budgets)}")
         from unmask.decoding.policies import check_policy  # here, because it imports torch and `--help` must not
 
         for policy in self.policies:
@@ -235,11 +245,14 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _at_least(self, 0, "threads")
-        if not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
+        _at_most(self, 1024, "threads")  # with very many, torch fails in ways that cannot be caught
         if "name" not in self.task:
             raise ValueError("[task] needs a name")
-        object.__setattr__(self, "task", _resolved_task(**self.task))
+        for key, value in self.task.items():
+            if not isinstance(value, str | int | float):
+                raise ValueError(f"task.{key} must be a number, a string, true or false, not {_describe(value)}")
+        if not is_own(str(self.task["name"])):  # that is code, which only `load_recipe` runs
+            object.__setattr__(self, "task", _resolved_task(**self.task))
         if not self.denoise and not self.order:
             raise ValueError("nothing to train: give [denoise], [order] or both")
         if not self.denoise and not self.init:
@@ -266,13 +279,12 @@ class Recipe:
 
     @classmethod
     def from_json(cls, text: str) -> Recipe:
-        return build(cls, json.loads(text), "recipe")
+        """What `to_json` wrote.  A task of the user's own is taken as it was written: its module is not imported."""
+        return build(cls, parse_json(text), "recipe")
 
 
 def _resolved_task(name: str, **options: Any) -> dict[str, Any]:
     """Every option of a task with its value, after the task itself has checked them."""
-    from unmask.tasks import make_task
-
     try:
         task: Any = make_task(str(name), **options)
     except ValueError as error:
@@ -335,7 +347,10 @@ def known_recipes() -> list[str]:
 
 
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe by path, or by the name of one that comes with unmask, with `key.key=value` overrides applied."""
+    """A recipe by path, or by the name of one that comes with unmask, with `key.key=value` overrides applied.
+
+    If they change the task, options in the file that the new one does not have are left out, with a line on stderr.
+    """
     path = Path(name)
     if not path.is_file():
         path = recipe_folder() / f"{name}.toml"
@@ -344,13 +359,37 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(
             f"no recipe {str(name)!r}; {did_you_mean(str(name), known)}give a file or one of {', '.join(known)}"
         )
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not valid TOML: {error}") from None
+    values = read_toml(path)
+    task = values.get("task")
+    name_in_file = task.get("name") if isinstance(task, dict) else None
     for override in overrides:
         _override(values, override)
-    return build(Recipe, values, "recipe")
+    if isinstance(task, dict) and task.get("name") != name_in_file:
+        _drop_options(task, kept={override.partition("=")[0].strip() for override in overrides})
+    recipe: Recipe = build(Recipe, values, "recipe")
+    own = is_own(str(recipe.task["name"]))
+    return dataclasses.replace(recipe, task=_resolved_task(**recipe.task)) if own else recipe
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"{path} is not valid TOML: {error}") from None
+
+
+def _drop_options(task: dict[str, Any], kept: set[str]) -> None:
+    """Take out what the task of this name does not have, except what an override says."""
+    try:
+        options = {option.name for option in dataclasses.fields(task_class(str(task["name"])))}
+    except ValueError:
+        return  # no such task, which is said when the recipe is built
+    dropped = [key for key in task if key not in options | {"name"} and f"task.{key}" not in kept]
+    for key in dropped:
+        del task[key]
+    if dropped:
+        print(f"unmask: task {task['name']} has no {', '.join(dropped)}: left out of the recipe", file=sys.stderr)
 
 
 def _override(values: dict[str, Any], override: str) -> None:
@@ -360,7 +399,9 @@ def _override(values: dict[str, Any], override: str) -> None:
         raise RecipeError(f"override {override!r} is not of the form key=value, such as order.budget=3")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except RecursionError:
+        raise RecipeError(f"override of {key.strip()}: the value is nested too deeply") from None
+    except ValueError:
         value = text
     *tables, last = key.strip().split(".")
     table = values
@@ -415,6 +456,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise RecipeError(f"{where} must be a table, not {_describe(value)}")
         return dict(value)
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise RecipeError(f"{where} must fit in 64 bits, got {value}")
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:  # exact: True is an int to Python, and never meant as one
@@ -468,3 +511,9 @@ def _at_least(recipe: Any, low: int, *names: str) -> None:
     for name in names:
         if getattr(recipe, name) < low:
             raise ValueError(f"{name} must be at least {low}, got {getattr(recipe, name)}")
+
+
+def _at_most(recipe: Any, high: int, *names: str) -> None:
+    for name in names:
+        if getattr(recipe, name) > high:
+            raise ValueError(f"{name} must be at most {high:,}, got {getattr(recipe, name)}")

@@ -20,7 +20,6 @@ from accelerate.utils import (
 )
 from tokenizers import Tokenizer
 
-from unmask import files
 from unmask.machine import precision_on
 from unmask.models.adaptation import adapt_causal
 from unmask.models.backbone import SIZES, BackboneConfig
@@ -29,6 +28,7 @@ from unmask.models.order_model import (
     ModelFolderError,
     OrderModel,
     OrderModelConfig,
+    check_memory,
     weights_hash,
     with_mask_token,
     word_level_tokenizer,
@@ -37,7 +37,7 @@ from unmask.models.pretrained import load_causal, load_tokenizer
 from unmask.models.smdm import load_smdm
 from unmask.models.vocabulary import vocabulary_of
 from unmask.process_settings import process_settings
-from unmask.tasks import make_task
+from unmask.tasks import is_own, make_task, source_of
 from unmask.tasks.task import Task, check_task
 from unmask.training.checkpoints import Checkpoint, CheckpointError, CheckpointFolder, read_checkpoint
 from unmask.training.collapse import CollapseGuard
@@ -51,6 +51,7 @@ from unmask.training.folder import (
     locked,
     note_start,
     prepare,
+    read_recipe,
     save_stage,
     store_recipe,
     sweep,
@@ -91,7 +92,8 @@ def train(
         stack.enter_context(process_settings(threads=recipe.threads, bf16=precision == "bf16"))
         accelerator = stack.enter_context(_accelerator(recipe, precision, out, cpu))
         _check_teacher(recipe, accelerator.distributed_type)
-        model = _new_model(recipe, task)
+        # Weights, gradients and the two moments of Adam, which a GPU keeps in memory of its own.
+        model = _new_model(recipe, task, copies=4 if accelerator.device.type == "cpu" else 1)
         plain, changes = _continued_elsewhere(recipe, model), ""
         if accelerator.is_main_process:
             prepare(out, force)
@@ -349,11 +351,14 @@ def _check_trackers(recipe: Recipe) -> None:
             raise RecipeError(f"trackers: {name} is not installed; pip install {name}, or leave it out")
 
 
-def _new_model(recipe: Recipe, task: Task) -> OrderModel:
-    """As the seed has it born, or as `init` has it; the caller's random state is left alone."""
+def _new_model(recipe: Recipe, task: Task, copies: int) -> OrderModel:
+    """As the seed has it born, or as `init` has it; the caller's random state is left alone.
+
+    copies: how many of all weights the memory must hold to train them.
+    """
     with torch.random.fork_rng(), torch.device("cpu"):
         torch.manual_seed(recipe.seed)
-        denoiser = _denoiser(recipe, task)
+        denoiser = _denoiser(recipe, task, copies)
         if recipe.order is None:
             return denoiser
         model = _with_order(denoiser, recipe)
@@ -370,7 +375,7 @@ def _continued_elsewhere(recipe: Recipe, start: OrderModel) -> OrderModel | None
     where = f"order.continued = {str(folder)!r}"
     if not is_finished(folder):
         raise RecipeError(f"{where} is no finished run: train it first, or leave it out")
-    for key, has, needed in not_continued(_recipe_of(folder), recipe):
+    for key, has, needed in not_continued(read_recipe(folder), recipe):
         raise RecipeError(f"{where} has {key} = {has!r}, but beside this order it must be {needed!r}: train it so")
     model, noted = OrderModel.from_pretrained(folder), folder / "start.txt"
     same_weights = noted.exists() and noted.read_text(encoding="utf-8").strip() == weights_hash(start.denoiser)
@@ -379,29 +384,29 @@ def _continued_elsewhere(recipe: Recipe, start: OrderModel) -> OrderModel | None
     return model
 
 
-def load_task(folder: Path) -> tuple[Recipe, Task]:
-    """The recipe of a run and the task that it names."""
-    recipe = _recipe_of(folder)
+def load_task(folder: Path, trust_task: bool = False) -> tuple[Recipe, Task]:
+    """The recipe of a run and the task that it names; a task of the user's own only if `trust_task`: it is code."""
+    recipe = read_recipe(folder)
+    name = str(recipe.task["name"])
+    if is_own(name) and not trust_task:
+        raise RunFolderError(
+            f"the task of {folder} is {name!r}, which would import {source_of(name)} and run its code: "
+            "add --trust-task if you trust it"
+        )
     return recipe, _task(recipe, trained=True)
 
 
-def _recipe_of(folder: Path) -> Recipe:
-    try:
-        files.check(folder, "recipe.json")
-        return Recipe.from_json((folder / "recipe.json").read_text())
-    except files.ChecksumError as error:
-        raise RunFolderError(str(error)) from None
-    except (OSError, ValueError):
-        raise RunFolderError(f"{folder}/recipe.json is missing or damaged: train the run again") from None
-
-
-def load_run(folder: Path) -> tuple[OrderModel, OrderModel, Recipe, Task]:
+def load_run(folder: Path, trust_task: bool = False) -> tuple[OrderModel, OrderModel, Recipe, Task]:
     """The model of a finished run, the model whose denoiser the heuristics run on, the recipe and the task.
 
     The heuristics' denoiser is the model's own when the order was learned on frozen weights, else RUN/baseline.
     """
+    if (folder / "checkpoints").exists():
+        raise RunFolderError(
+            f"{folder} is not finished: wait for its `unmask train`, or give that command again if it was interrupted"
+        )
     model = OrderModel.from_pretrained(folder)
-    recipe, task = load_task(folder)
+    recipe, task = load_task(folder, trust_task)
     _check_vocabulary(model, task, str(folder))
     joint = recipe.order is not None and recipe.order.denoiser_rate > 0
     if not joint:
@@ -424,7 +429,7 @@ def _task(recipe: Recipe, trained: bool = False) -> Task:
     return task
 
 
-def _denoiser(recipe: Recipe, task: Task) -> OrderModel:
+def _denoiser(recipe: Recipe, task: Task, copies: int) -> OrderModel:
     """The model without an order: from `init`, from a causal language model, or built anew."""
     if recipe.init.endswith(".safetensors"):
         model = _from_smdm(recipe, task)
@@ -434,6 +439,7 @@ def _denoiser(recipe: Recipe, task: Task) -> OrderModel:
         model = _from_causal(recipe, task)
     else:
         config = OrderModelConfig(len(task.vocabulary), _shape(recipe.model, task), recipe.model.tied_head)
+        check_memory(config, copies)
         text_tokenizer = _text_tokenizer(task)
         tokenizer = with_mask_token(text_tokenizer) if text_tokenizer else word_level_tokenizer(task.vocabulary)
         model = OrderModel(config, tokenizer)
@@ -559,6 +565,7 @@ def _with_order(plain: OrderModel, recipe: Recipe) -> OrderModel:
             selection=order.selection,
             tau=order.tau,
         )
+        check_memory(config, copies=1)
         model = OrderModel(config, plain.tokenizer)
     except ValueError as error:
         raise RecipeError(f"model: {error}") from None

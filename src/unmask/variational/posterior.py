@@ -100,7 +100,7 @@ def log_prob(
     if len(steps) <= STEPS_AT_ONCE or torch.compiler.is_compiling():
         return _log_prob_of_steps(steps, scores, response, t, tau, trajectories.reveal_time)
     run = partial(checkpoint, _log_prob_of_steps, use_reentrant=False, preserve_rng_state=False)
-    parts = torch.split(steps, STEPS_AT_ONCE)  # type: ignore[no-untyped-call]
+    parts = torch.split(steps, STEPS_AT_ONCE)
     chunks = [run(part, scores, response, t, tau, trajectories.reveal_time) for part in parts]
     return torch.stack(chunks).sum(0)
 
