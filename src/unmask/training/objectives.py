@@ -1,8 +1,8 @@
 """The two objectives, as modules: sequences in, a loss to minimise and named numbers out.
 
 Legend: B sequences, k trajectories, L positions, N response positions of a sequence, V tokens.
-Losses are in nats per response token: the mean over sequences of -bound / N, with each sequence's own N.  Every
-sequence counts alike; where lengths differ, the gradient is not that of the mean bound, in which every token does.
+Losses are in nats per response token: the mean over sequences of -bound / N, with the N of each.  Every sequence counts
+alike; where lengths differ, the gradient is not that of the mean bound, in which every token counts alike.
 """
 
 from __future__ import annotations

@@ -100,9 +100,8 @@ def log_prob(
     if len(steps) <= STEPS_AT_ONCE or torch.compiler.is_compiling():
         return _log_prob_of_steps(steps, scores, response, t, tau, trajectories.reveal_time)
     run = partial(checkpoint, _log_prob_of_steps, use_reentrant=False, preserve_rng_state=False)
-    parts = torch.split(steps, STEPS_AT_ONCE)
-    chunks = [run(part, scores, response, t, tau, trajectories.reveal_time) for part in parts]
-    return torch.stack(chunks).sum(0)
+    chunks = (steps[i : i + STEPS_AT_ONCE] for i in range(0, len(steps), STEPS_AT_ONCE))
+    return torch.stack([run(chunk, scores, response, t, tau, trajectories.reveal_time) for chunk in chunks]).sum(0)
 
 
 def _log_prob_of_steps(
