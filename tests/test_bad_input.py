@@ -257,8 +257,8 @@ TRAINED = {
     "task.groups=1000000": "set groups between 1 and 256",
     "denoise.batch=1000000000": "batch must be at most 1,000,000",
     "order.trajectories=1000000000": "trajectories must be at most 10,000",
-    "order.budget=100000000": "budget must be at most 10,000",
-    "evaluate.budgets=[100000000]": "budgets must be between 1 and 10,000",
+    "order.budget=100000000": "budget must be at most 65,536",
+    "evaluate.budgets=[100000000]": "budgets must be between 1 and 65,536",
     "evaluate.examples=1000000000": "examples must be at most 1,000,000",
     "model.width=1000000000": "width must be between 1 and 65,536",
     "model.layers=1000000000": "layers must be between 1 and 1,000",
@@ -295,7 +295,7 @@ def test_every_number_of_a_task_has_an_upper_bound(task):
         (["sample", "--steps", 10**8], "'--steps'"),
         (["sample", "--num", BIG, "--find", "right"], "'--num'"),
         (["sample", "--example", BIG], "'--example'"),
-        (["evaluate", "--policy", "iid", "--steps", 10**8], "--steps must be between 1 and 10,000"),
+        (["evaluate", "--policy", "iid", "--steps", 10**8], "--steps must be between 1 and 65,536"),
         (["evaluate", "--examples", BIG], "'--examples'"),
         (["evaluate", "--bound", "--trajectories", BIG], "'--trajectories'"),
     ],
@@ -315,7 +315,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_built(place, tmp_path
     assert_one_line(capsys, "263,552 weights takes at least 4.2 MB of memory, of which 3.0 MB are available")
 
 
-DEEP = "[" * 100_000
+DEEP = "[" * 5_000
 SPOILED = {
     "results.jsonl": {
         "deep": (lambda text: DEEP + "\n" + text, "line 1: not a JSON object"),

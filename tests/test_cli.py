@@ -230,7 +230,7 @@ def test_a_half_written_run(refused, run, command, missing):
     before = contents(run)
     message = refused(command[0], run, *command[1:])
     assert missing in message
-    assert "again" in message
+    assert "from a copy" in message
     assert contents(run) == before
 
 
@@ -287,7 +287,7 @@ WRONG_OPTIONS = {
         ["evaluate", "{run}", "--policy", "blocks(2,margin)", "--steps", "1"],
         "give at least 2 steps, not 1",
     ),
-    "steps 0": (["evaluate", "{run}", "--policy", "iid", "--steps", "0"], "--steps must be at least 1, got 0"),
+    "steps 0": (["evaluate", "{run}", "--policy", "iid", "--steps", "0"], "--steps must be between 1 and 65,536, got 0"),
     "steps of another order": (["evaluate", "{run}", "--policy", "learned", "--steps", "3"], "trained for T = 2"),
     "steps of another order, one at a time": (
         ["evaluate", "{run}", "--policy", "lo-arm", "--steps", "3"],
@@ -305,7 +305,7 @@ WRONG_OPTIONS = {
         "task groups has no end of sequence (eos_token_id): leave out --min-length and --stop-at-eos",
     ),
     "no end of sequence to stop at": (["evaluate", "{run}", "--stop-at-eos"], "no end of sequence"),
-    "one bad budget of two": (["evaluate", "{run}", "--steps", "2", "--steps", "0"], "at least 1, got 0"),
+    "one bad budget of two": (["evaluate", "{run}", "--steps", "2", "--steps", "0"], "between 1 and 65,536, got 0"),
     "one bad policy of two": (["evaluate", "{run}", "--policy", "iid", "--policy", "idd"], "unknown policy 'idd'"),
     "a bound of tokens": (["evaluate", "{run}", "--bound", "--top-k", "2"], "--bound takes no"),
     "sample: top-p of one that is greedy": (

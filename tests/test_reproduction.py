@@ -160,6 +160,12 @@ def test_every_seed_starts_from_its_own(study):
     assert plan._needs(by_name["shared-seed1"]) == {"frozen-seed1", "continued"}
 
 
+@pytest.mark.parametrize(("task", "trusted"), [("gsm8k", False), ("unmask.tasks.gsm8k:GSM8K", True)])
+def test_a_task_that_the_study_names_is_trusted_in_its_evaluations(study, task, trusted):
+    plan = Reproduction(*load_study(str(study / "study.toml")), study / "nowhere", [f"task.name={task}"])
+    assert {"--trust-task" in stage.command for stage in plan.stages() if stage.runs} == {trusted}
+
+
 def test_what_it_writes(study):
     results = study / "runs" / "results"
     assert sorted(contents(results)) == sorted(

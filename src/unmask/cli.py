@@ -90,7 +90,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
-            _refuse("out of memory: use smaller batches, fewer examples or a smaller model")
+            said = str(error) if isinstance(error, MemoryError) else ""
+            _refuse(said or "out of memory: use smaller batches, fewer examples or a smaller model")
             sys.exit(2)
         if type(error).__name__ != "OutOfMemoryError":  # torch's, which may not have been imported
             raise

@@ -400,7 +400,7 @@ class Reproduction:
 
         jobs: list[Job] = []
         for name, stage in left.items():
-            command = [sys.executable, "-m", "unmask", *self._resumed(stage)]
+            command = [sys.executable, "-P", "-m", "unmask", *self._resumed(stage)]
             after = self._needs(stage) | {job.name for job in jobs if left[job.name].runs[:1] == stage.runs[:1] != ()}
             jobs.append(Job(name, command, after, self.out / "logs" / f"{name.replace('/', '-')}.txt"))
         run_jobs(jobs, self.jobs, began, ended)

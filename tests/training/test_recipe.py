@@ -149,6 +149,13 @@ def test_the_task_is_checked_with_the_rest(tiny, override, expected):
     assert "\n" not in str(caught.value)
 
 
+def test_another_task_drops_the_options_that_it_does_not_have(tiny, capsys):
+    recipe = load_recipe(tiny, ["task.name=chain", "task.length=9"])
+    assert recipe.task == {"name": "chain", "seed": 0, "length": 9, "symbols": 3, "branching": 2}
+    assert capsys.readouterr().err == "unmask: task chain has no groups, group_size: left out of the recipe\n"
+    assert "task chain has no option 'groups'" in refused(tiny, "task.name=chain", "task.groups=2"), "asked for"
+
+
 def test_a_recipe_without_the_defaults_of_its_task_is_the_same_recipe(tiny):
     """So the runs of earlier versions go on."""
     recipe = load_recipe(tiny)
@@ -297,7 +304,7 @@ WRONG_VALUES = [
     ("model.scorer.width=-8", "width must be at least 0, got -8"),
     ("evaluate.examples=0", "examples must be at least 1, got 0"),
     ("evaluate.temperature=-1", "temperature must be at least 0"),
-    ("evaluate.budgets=[2, 0]", "budgets must be between 1 and 10,000, got [2, 0]"),
+    ("evaluate.budgets=[2, 0]", "budgets must be between 1 and 65,536, got [2, 0]"),
     ("threads=-1", "threads must be at least 0, got -1"),
     ("seed=99999999999999999999", "seed must fit in 64 bits"),
 ]

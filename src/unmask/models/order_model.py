@@ -116,16 +116,16 @@ class OrderModel(nn.Module):
 
 
 def check_memory(config: OrderModelConfig, copies: int) -> None:
-    """Raise ValueError, before networks of this shape are built, if the memory does not hold so many copies of them."""
+    """Raise MemoryError, before networks of this shape are built, if there is no room for so many copies of them."""
     networks = [config.denoiser, *([config.scorer] if config.scorer else [])]
     weights = sum(network.num_weights(config.vocab_size + 1) for network in networks)
     weights += 0 if config.tied_head else config.vocab_size * config.denoiser.width
     weights += config.selector.shape.num_weights() if config.selector else 0
     needed, available = 4 * copies * weights, available_memory()
     if needed > available:
-        raise ValueError(
+        raise MemoryError(
             f"a model with {weights:,} weights takes at least {needed / 1e6:,.1f} MB of memory, of which "
-            f"{available / 1e6:,.1f} MB are available: make it smaller"
+            f"{available / 1e6:,.1f} MB are available: take a smaller model, or free some memory"
         )
 
 

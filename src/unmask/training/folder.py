@@ -102,7 +102,9 @@ def read_recipe(folder: Path) -> Recipe:
             f"{path} cannot be read ({reason(error)}): mend that and give the same command again"
         ) from None
     except RecipeError as error:
-        raise RunFolderError(f"{path} does not fit this version ({error}): use the unmask that wrote it") from None
+        raise RunFolderError(
+            f"{path} does not fit this version ({error}): undo that change, or use the unmask that wrote it"
+        ) from None
     except ValueError as error:
         raise RunFolderError(f"{path} is damaged ({error}): restore it from a copy") from None
 

@@ -26,7 +26,7 @@ from unmask.jsonl import parse_json
 from unmask.suggest import did_you_mean
 from unmask.tasks import is_own, make_task, task_class
 
-MOST_STEPS = 10_000  # of generation: more than one a token of any sequence here
+MOST_STEPS = 65_536  # of generation: one per token of the longest sequence that a task here may have
 MOST_EXAMPLES = 1_000_000  # of an evaluation
 
 
