@@ -315,7 +315,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_built(place, tmp_path
     assert_one_line(capsys, "263,552 weights takes at least 4.2 MB of memory, of which 3.0 MB are available")
 
 
-DEEP = "[" * 100_000
+DEEP = "[" * 5_000
 SPOILED = {
     "results.jsonl": {
         "deep": (lambda text: DEEP + "\n" + text, "line 1: not a JSON object"),

@@ -644,7 +644,7 @@ def unreadable(path):
     ("spoil", "said"),
     [
         (lambda path: path.write_text("{"), "recipe.json is damaged"),
-        (lambda path: path.write_text("[" * 100_000), "recipe.json is damaged (nested too deeply)"),
+        (lambda path: path.write_text("[" * 5_000), "recipe.json is damaged (nested too deeply)"),
         (lambda path: path.write_text("[]"), "recipe.json does not fit this version"),
         (lambda path: path.write_text('{"task": {"name": "groups"}, "new": 1}'), "unknown key 'new'"),
         (unreadable, "recipe.json cannot be read (Is a directory): mend that"),
