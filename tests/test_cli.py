@@ -296,7 +296,10 @@ WRONG_OPTIONS = {
         ["evaluate", "{run}", "--policy", "blocks(2,margin)", "--steps", "1"],
         "give at least 2 steps, not 1",
     ),
-    "steps 0": (["evaluate", "{run}", "--policy", "iid", "--steps", "0"], "--steps must be between 1 and 65,536, got 0"),
+    "steps 0": (
+        ["evaluate", "{run}", "--policy", "iid", "--steps", "0"],
+        "--steps must be between 1 and 65,536, got 0",
+    ),
     "steps of another order": (["evaluate", "{run}", "--policy", "learned", "--steps", "3"], "trained for T = 2"),
     "steps of another order, one at a time": (
         ["evaluate", "{run}", "--policy", "lo-arm", "--steps", "3"],
@@ -671,7 +674,8 @@ def test_budgets_that_a_rule_cannot_run_at_are_left_out(call, refused, run):
     assert code == 0
     assert err.startswith("unmask: blocks(1,entropy) cannot run at 2 steps: left out\n")
     code, _, err = call("evaluate", run, "--policy", "learned", "--steps", "2", "--steps", "3")
-    assert (code, err) == (0, "unmask: learned cannot run at 3 steps: left out\n")
+    assert code == 0
+    assert err.startswith("unmask: learned cannot run at 3 steps: left out\n")
     before = contents(run)
     assert "at least 4 steps, not 2" in refused(
         "evaluate", run, "--policy", "blocks(1,margin)", "--steps", "2", "--steps", "3"

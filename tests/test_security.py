@@ -11,6 +11,7 @@ import pytest
 import unmask
 from tests.test_bad_input import call
 from tests.training.small import TINY_RECIPE
+from unmask import files
 from unmask.training.recipe import load_recipe
 from unmask.training.run import train
 
@@ -97,7 +98,7 @@ def somebody_elses(request, finished, tmp_path, monkeypatch):
         path.write_text(HELPER)
     values = json.loads((tmp_path / "recipe.json").read_text())
     values["task"]["name"] = f"{request.param}:Helper"
-    (tmp_path / "recipe.json").write_text(json.dumps(values))
+    files.write_listed(tmp_path, "recipe.json", json.dumps(values))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     yield file

@@ -103,9 +103,7 @@ def check(folder: Path, *names: str) -> None:
     listed = read_manifest(folder)["files"]
     for name in names:
         if name in listed and listed[name] != fingerprint(folder / name):
-            raise ChecksumError(
-                f"{folder / name} is damaged (it is not what was written): restore it from a copy, or train again"
-            )
+            raise ChecksumError(f"{folder / name} is damaged (it is not what was written): restore it from a copy")
 
 
 def discard(folder: Path, *names: str) -> None:

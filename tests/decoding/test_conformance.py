@@ -106,7 +106,10 @@ def test_guidance_sees_the_same_canvas_without_its_prompt(policy):
     prompts = prompts_for(policy)
     denoiser = Recorded(DENOISER)
     out = generate(denoiser, prompts, policy, 6, seed=3, **GUIDED)
-    attention, response = out.attention, out.reveal_step >= 0
+    column = out.attention.long().argsort(
+        dim=-1, descending=True, stable=True
+    )  # the denoiser sees padding on the right
+    attention, response = out.attention.gather(-1, column), (out.reveal_step >= 0).gather(-1, column)
     with_prompt, without = denoiser.passes[::2], denoiser.passes[1::2]
     for i, (seen, bare) in enumerate(zip(with_prompt, without, strict=True)):
         rows = out.num_steps > i

@@ -157,9 +157,9 @@ def run_stage(
         read(0)
     if state.average is not None:
         state.average.apply()
-    # |w|, the largest of a tensor: not a number where one weight is none.
-    largest = [_plain(torch.linalg.vector_norm(p.detach(), math.inf)) for p in state.parameters.values()]
-    if largest and not torch.stack(largest).isfinite().all():
+    # 0 w is 0 where w is finite, else not a number; a sum holds for an empty shard too.
+    zeros = [_plain((0 * p.detach()).sum()) for p in state.parameters.values()]
+    if zeros and not torch.stack(zeros).isfinite().all():
         raise NonFiniteError(
             f"{name}: the weights are not finite after the last update, so they are not saved; the checkpoints are as "
             "they were: go on from there with a smaller learning rate and --allow-change, or begin anew with --force"

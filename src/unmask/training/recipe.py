@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
 import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from unmask.display import say
 from unmask.jsonl import parse_json
 from unmask.suggest import did_you_mean
 from unmask.tasks import is_own, make_task, task_class
@@ -389,7 +389,7 @@ def _drop_options(task: dict[str, Any], kept: set[str]) -> None:
     for key in dropped:
         del task[key]
     if dropped:
-        print(f"unmask: task {task['name']} has no {', '.join(dropped)}: left out of the recipe", file=sys.stderr)
+        say(f"unmask: task {task['name']} has no {', '.join(dropped)}: left out of the recipe", err=True)
 
 
 def _override(values: dict[str, Any], override: str) -> None:
