@@ -49,7 +49,8 @@ def outcome(mutant: Mutant) -> str:
         ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if ended.returncode in (0, 1):
         return "survived" if ended.returncode == 0 else "killed"
-    return f"pytest could not run: {(ended.stdout + ended.stderr).strip().splitlines()[-1]}"
+    last_line = (ended.stdout + ended.stderr).strip().rpartition("\n")[2]
+    return f"pytest could not run (exit code {ended.returncode}): {last_line}"
 
 
 def main() -> None:
