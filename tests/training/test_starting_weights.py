@@ -11,6 +11,7 @@ pytest.importorskip("transformers", reason="pip install 'unmask[pretrained]'")
 from tests.models.test_adaptation import EOS, SHAPES, save, tiny, tokenizer
 from tests.models.test_smdm import checkpoint
 from tests.tasks.test_gsm8k import TEST, many, write_jsonl
+from unmask import files
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import Learned
 from unmask.models.adaptation import adapt_causal
@@ -138,7 +139,7 @@ def test_a_run_with_another_tokenizer_of_the_same_size_is_refused(home, tmp_path
     state = json.loads((tmp_path / "first" / "tokenizer.json").read_text())
     vocab = state["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-    (tmp_path / "first" / "tokenizer.json").write_text(json.dumps(state))
+    files.write_listed(tmp_path / "first", "tokenizer.json", json.dumps(state))
     said = refused(tmp_path, f"init={tmp_path / 'first'}", "model.causal=''", "model.shift=false")
     assert "has another tokenizer than task gsm8k" in said
     with pytest.raises(RecipeError, match="has another tokenizer than task gsm8k: its token"):
