@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from tests.decoding.small import (
     BUDGETS,
@@ -106,7 +107,8 @@ def test_guidance_sees_the_same_canvas_without_its_prompt(policy):
     prompts = prompts_for(policy)
     denoiser = Recorded(DENOISER)
     out = generate(denoiser, prompts, policy, 6, seed=3, **GUIDED)
-    attention, response = out.attention, out.reveal_step >= 0
+    attention = pad_sequence([torch.ones_like(prompt).bool() for prompt in prompts], batch_first=True)
+    response = pad_sequence([prompt == MASK for prompt in prompts], batch_first=True)
     with_prompt, without = denoiser.passes[::2], denoiser.passes[1::2]
     for i, (seen, bare) in enumerate(zip(with_prompt, without, strict=True)):
         rows = out.num_steps > i
