@@ -21,7 +21,7 @@ from torch import Tensor
 from unmask.decoding.generate import Engine, Generation
 from unmask.decoding.policies import parse_policy
 from unmask.decoding.tokens import TokenChoice
-from unmask.evaluation import device_name, revision
+from unmask.evaluation.evaluate import device_name, revision
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser
 

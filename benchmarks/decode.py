@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unmask import streams
+from unmask import rng as rng
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import IID, Learned, Policy, TopProbability
 from unmask.decoding.schedules import reveal_count
-from unmask.evaluation import device_name, revision
+from unmask.evaluation.evaluate import device_name, revision
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser, Selector, SelectorConfig
 
@@ -150,17 +150,17 @@ def selector_logits(policy: Learned, states: Tensor, log_p: Tensor, masked: Tens
     """[B, L] from hidden states [B, L, D] and log-probabilities [B, L, V], all of them."""
     p = log_p.exp()
     top = p.topk(2, dim=-1).values
-    said = torch.stack([top[..., 0], top[..., 0] - top[..., 1], -(p * log_p).sum(-1)], dim=-1)
+    stats = torch.stack([top[..., 0], top[..., 0] - top[..., 1], -(p * log_p).sum(-1)], dim=-1)
     times = torch.full((len(masked),), t, device=masked.device)
     budget = torch.full_like(times, steps)
-    return policy.network(states, torch.where(masked[..., None], said, 0.0), masked, times, budget, None)
+    return policy.network(states, torch.where(masked[..., None], stats, 0.0), masked, times, budget, None)
 
 
 def draws_of(prompts: Tensor, steps: int) -> list[Tensor]:
     """The uniforms [B, L + 1] that the engine draws at each step; the reference gets them for nothing."""
     ids, words = torch.arange(len(prompts))[:, None], torch.cat([torch.arange(prompts.shape[1]), torch.tensor([-1])])
-    reveal = streams.Purpose.REVEAL
-    drawn = (streams.uniforms(SEED, reveal, i, ids, words[None], dtype=torch.float64) for i in range(steps))
+    reveal = rng.Purpose.REVEAL
+    drawn = (rng.uniforms(SEED, reveal, i, ids, words[None], dtype=torch.float64) for i in range(steps))
     return [u.to(prompts.device) for u in drawn]
 
 
@@ -226,11 +226,11 @@ def differences(denoiser: Denoiser, policy: Policy, steps: int, prompts: Tensor,
 
     `other`: the denoiser that the engine runs on, where that is not the reference's.
     """
-    canvases, said = [], []
+    canvases, stats = [], []
 
     def watch(step: int, x: Tensor, log_p: Tensor) -> None:
         canvases.append(x.clone())
-        said.append(log_p)
+        stats.append(log_p)
 
     expected = partial(reference(denoiser, policy, steps, prompts), watch=watch)()
     out = Engine(other or denoiser, policy, steps).generate(prompts, seed=SEED)
@@ -241,7 +241,7 @@ def differences(denoiser: Denoiser, policy: Policy, steps: int, prompts: Tensor,
             moved, rewritten = theirs ^ ours, theirs & ours & (after[b] != out.tokens[b])
             if not (moved | rewritten).any():
                 continue
-            log_p = said[i][b]
+            log_p = stats[i][b]
             gaps = [float(log_p[n, after[b, n]] - log_p[n, out.tokens[b, n]]) for n in rewritten.nonzero()[:, 0]]
             if moved.any() and isinstance(policy, Learned):
                 each, first = thresholds_of(denoiser, policy, before[b : b + 1], log_p, i, steps)
@@ -343,9 +343,9 @@ def measure(name: str, modes: list[str], only: list[str], peer: Path | None = No
     denoiser, selector, prompts = build(case)
     with torch.no_grad():
         states = denoiser.hidden(prompts)
-    said = torch.rand(*prompts.shape, 3, device=case.device)
+    stats = torch.rand(*prompts.shape, 3, device=case.device)
     t = torch.full((case.batch,), case.steps - 1, device=case.device)
-    arguments = states, said, prompts == denoiser.mask_token_id, t, torch.full_like(t, case.steps), None
+    arguments = states, stats, prompts == denoiser.mask_token_id, t, torch.full_like(t, case.steps), None
     for mode in modes:
         compiled = mode != "eager"
         wrap = partial(torch.compile, dynamic=False) if compiled else lambda module: module

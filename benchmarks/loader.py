@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from unmask.tasks.shards import TokenCache, Visits, write_cache
+from unmask.tasks.text.shards import TokenCache, Visits, write_cache
 
 BAR = 2e6  # tokens a second
 FLAT = 64.0  # MB that memory may differ by

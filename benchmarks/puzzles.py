@@ -25,12 +25,12 @@ import torch
 
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import Dilated
-from unmask.evaluation import Record
+from unmask.evaluation.evaluate import Record
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser
-from unmask.report import read_records
+from unmask.recipe import load_recipe
+from unmask.report.tables import read_records
 from unmask.tasks import TASKS, make_task
-from unmask.training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 RECORDS, PAGE = ROOT / "results" / "puzzles", ROOT / "docs" / "puzzles.md"

@@ -28,9 +28,10 @@ import torch
 
 from unmask import files
 from unmask.jsonl import unsealed
-from unmask.training import checkpoints, loop, metrics
-from unmask.training.checkpoints import CheckpointFolder
-from unmask.training.folder import is_finished
+from unmask.training import checkpoint as checkpoints
+from unmask.training import loop, metrics
+from unmask.training.checkpoint import CheckpointFolder
+from unmask.training.run_folder import is_finished
 
 RECIPE = """
 threads = 1
@@ -266,7 +267,7 @@ def cost(folder: Path) -> bool:
     """Seconds that a checkpoint of the recipe gsm8k-30m takes, with moments and averages, and its share of a minute."""
     from unmask.models.backbone import BackboneConfig
     from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
-    from unmask.training.recipe import load_recipe
+    from unmask.recipe import load_recipe
     from unmask.training.state import StageState
 
     recipe = load_recipe("gsm8k-30m")

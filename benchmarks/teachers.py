@@ -25,21 +25,21 @@ import torch
 from torch import Tensor
 
 from unmask.decoding.policies import Policy, Threshold
-from unmask.evaluation import device_name, revision
+from unmask.evaluation.evaluate import device_name, revision
 from unmask.models.networks import Denoiser
 from unmask.tasks.task import Examples, held_out_split, on_split
-from unmask.training.reading import placed, read_denoiser
+from unmask.training.reading import read_denoiser, with_layout
 from unmask.training.run import load_run
 from unmask.training.teacher import parse_teacher, reveal_steps
 
 
 @torch.no_grad()
-def walk(denoiser: Denoiser, examples: Examples, steps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def rollout(denoiser: Denoiser, examples: Examples, steps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """For each step of `steps` [B, L]: log mu of the true tokens still masked, and whether each is the top one."""
     for step in range(int(steps.max()) + 1):
         masked = examples.response & (steps >= step)
         rows = masked.any(-1).nonzero()[:, 0].cpu()
-        left, layout = placed(examples.rows(rows), denoiser)
+        left, layout = with_layout(examples.rows(rows), denoiser)
         reading = read_denoiser(denoiser, left.tokens, masked[rows], layout)
         best = reading.spread(reading.logits.argmax(-1) == reading.truth)
         log_mu, right = torch.zeros_like(steps, dtype=torch.float32), torch.ones_like(masked)
@@ -53,7 +53,7 @@ def measure(
     paced = isinstance(teacher, Threshold) and teacher.paced
     for group in [[budget] for budget in budgets] if paced else [budgets]:
         steps = reveal_steps(teacher, denoiser, examples, max(group))  # [B, L]
-        seen = list(walk(denoiser, examples, steps))
+        seen = list(rollout(denoiser, examples, steps))
         for budget in group:
             yield {"rule": teacher.name, "budget": budget, **cut_at(budget, examples.response, steps, seen)}
 

@@ -33,16 +33,16 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from unmask.evaluation import device_name, revision
+from unmask.evaluation.evaluate import device_name, revision
 from unmask.models.backbone import BackboneConfig, places
 from unmask.models.networks import SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
+from unmask.recipe import Optimisation
 from unmask.tasks.task import Examples
 from unmask.training.compiled import compiled_networks
 from unmask.training.loop import Metrics, run_stage
 from unmask.training.objectives import DenoiseObjective, OrderObjective
 from unmask.training.reading import log_likelihood
-from unmask.training.recipe import Optimisation
 from unmask.variational.estimators import LeaveOneOut
 
 RECORDS = Path(__file__).parents[1] / "results" / "train"
@@ -98,7 +98,7 @@ class Drawn:
 
     def examples(self, ids: Tensor, split: str) -> Examples:
         pool, rows = self.pool, ids % 4096
-        return Examples(pool.tokens[rows], pool.response[rows], pool.attention[rows])
+        return Examples(pool.tokens[rows], pool.response[rows], pool.attention_mask[rows])
 
 
 def build(case: Case) -> OrderModel:
@@ -114,11 +114,11 @@ def build(case: Case) -> OrderModel:
 
 def operations(case: Case, task: Drawn) -> float:
     """FLOP of a plain update, as the head of this file counts them."""
-    shape, lengths = case.shape, task.pool.attention.sum(-1).double()
+    shape, lengths = case.shape, task.pool.attention_mask.sum(-1).double()
     blocks = shape.layers * (4 * shape.width**2 + 3 * shape.width * shape.intermediate)
     projected = (case.response + 1) / 2  # of a sequence, on average
-    attention = 12 * shape.layers * shape.width * float((lengths**2).mean())
-    each = 6 * blocks * float(lengths.mean()) + 6 * shape.width * case.vocabulary * projected + attention
+    attention_mask = 12 * shape.layers * shape.width * float((lengths**2).mean())
+    each = 6 * blocks * float(lengths.mean()) + 6 * shape.width * case.vocabulary * projected + attention_mask
     return each * case.sequences
 
 
@@ -161,7 +161,7 @@ def measure(name: str) -> Iterator[dict[str, Any]]:
     case = CASES[name]
     with running(case) as (model, accelerator):
         task, plain = Drawn(case), 0.0
-        tokens = float(task.pool.attention.sum(-1).double().mean()) * case.sequences
+        tokens = float(task.pool.attention_mask.sum(-1).double().mean()) * case.sequences
         for what in ("denoise", *BARS):
             seconds, peak = update_seconds(case, model, task, what, accelerator)
             plain = plain or seconds

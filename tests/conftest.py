@@ -8,7 +8,7 @@ os.environ["PYTHONUTF8"] = "1"  # for the workers of pytest-xdist and all childr
 import pytest
 import torch
 
-from unmask.process_settings import process_settings
+from unmask.runtime import process_settings
 
 torch.set_num_threads(1)
 

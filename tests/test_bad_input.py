@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from tests.training.small import TINY_RECIPE, contents
 from unmask import files
 from unmask.cli import main
+from unmask.recipe import _toml, load_recipe
 from unmask.tasks import make_task, task_class
-from unmask.training.recipe import _toml, load_recipe
 
 BASE = tomllib.loads(TINY_RECIPE)
 KEYS = [

@@ -16,15 +16,16 @@ import unmask
 from tests.test_display import HIDDEN
 from tests.test_report import LEARNED, heuristic
 from tests.training.small import TINY_RECIPE, contents, json_lines
-from unmask import cli, evaluation, files
+from unmask import cli, files
+from unmask import recipe as recipe_module
 from unmask.cli import main, verdict
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import RULES, Decision, check_policy
 from unmask.decoding.policies.rule import highest
+from unmask.evaluation import evaluate as evaluation
 from unmask.models.order_model import weights_hash
-from unmask.report import read_records
-from unmask.tasks.groups import Groups
-from unmask.training import recipe as recipe_module
+from unmask.report.tables import read_records
+from unmask.tasks.puzzles.groups import Groups
 from unmask.training.run import load_run, load_task
 
 JOINT = ["--set", "order.denoiser_rate=1e-3"]
@@ -519,7 +520,7 @@ def test_whatever_a_network_decides_runs_on_its_own_denoiser(base, call, tmp_pat
         **dict.fromkeys(("learned(temperature=0.5)", "lo-arm", "reward:1"), own),
         "margin": heuristic,
     }
-    asked = {v["asked"]["policy"]: v["asked"] for v in json_lines(run / "verdicts.jsonl")}
+    asked = {v["spec"]["policy"]: v["spec"] for v in json_lines(run / "verdicts.jsonl")}
     assert asked["margin"]["selector_weights"] is None
     for name in ("learned", "learned(temperature=0.5)", "lo-arm", "reward:1"):
         assert asked[name]["selector_weights"] == weights_hash(model.selector)
@@ -634,7 +635,7 @@ def test_evaluate_compares_at_equal_steps(call, run):
     """The numbers of the table, from the verdicts of the file by hand."""
     code, text, _ = call("evaluate", run)
     assert code == 0
-    lines = {(v["asked"]["policy"], v["asked"]["budget"]): v for v in json_lines(run / "verdicts.jsonl")}
+    lines = {(v["spec"]["policy"], v["spec"]["budget"]): v for v in json_lines(run / "verdicts.jsonl")}
 
     def score(*key):
         return lines[key]["valid"].count("1") / 20
@@ -794,7 +795,7 @@ def test_half_precision_is_another_evaluation(call, run, monkeypatch):
     """Where it is worth it."""
     words = ["evaluate", run, "--bf16", "--policy", "top-prob", "--steps", "2"]
     for precision, told in (("bf16", False), ("no", True)):
-        monkeypatch.setattr("unmask.machine.precision_on", lambda device, wanted, found=precision: found)
+        monkeypatch.setattr("unmask.runtime.precision_on", lambda device, wanted, found=precision: found)
         code, _, err = call(*words, "--again")
         assert code == 0, err
         assert ("without --bf16: bfloat16 is slower than float32 on this CPU" in err) == told

@@ -62,7 +62,7 @@ def test_generation_as_the_tutorial_shows_it(tmp_path, monkeypatch):
     block = rules.parse_policy("blocks(4,stochastic(margin,0.5))")
     assert rules.Blocks(4, rules.Stochastic(rules.Margin(), 0.5)) == block
     assert shown["careful"].name == "learned(temperature=0.5,floor=0.01,cap=8)"
-    assert several.attention.sum(-1).tolist() == [16, 12, 9]
+    assert several.attention_mask.sum(-1).tolist() == [16, 12, 9]
     assert several.num_steps.tolist() == [4, 4, 4]
     assert several.memory_bytes > 0
     exec(own_rule, shown)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from unmask import machine
-from unmask.machine import matrix_speed, precision_on
+from unmask import runtime as machine
+from unmask.runtime import matrix_speed, precision_on
 
 
 @pytest.fixture

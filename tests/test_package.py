@@ -72,7 +72,7 @@ def test_public_names():
     for name in unmask.__all__:
         assert getattr(unmask, name) is not None
     assert unmask.policies.TopProbability().name == "top-prob"
-    assert unmask.policies.TopProbability.short == "top-prob"
+    assert unmask.policies.TopProbability.key == "top-prob"
     assert unmask.make_task("groups").length == 16
     with pytest.raises(AttributeError, match="no attribute 'generat'"):
         unmask.generat  # noqa: B018

@@ -7,10 +7,10 @@ from torch.nn.functional import linear
 from tests.test_evaluation import run, small_model
 from tests.training.small import TINY_RECIPE
 from unmask.decoding.policies import TopProbability
-from unmask.evaluation import HalfTrunk
-from unmask.process_settings import process_settings
+from unmask.evaluation.evaluate import HalfTrunk
+from unmask.recipe import load_recipe
+from unmask.runtime import process_settings
 from unmask.training import run as run_module
-from unmask.training.recipe import load_recipe
 from unmask.training.run import train
 
 

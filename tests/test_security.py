@@ -12,7 +12,7 @@ import unmask
 from tests.test_bad_input import call
 from tests.training.small import TINY_RECIPE
 from unmask import files
-from unmask.training.recipe import load_recipe
+from unmask.recipe import load_recipe
 from unmask.training.run import train
 
 SOURCES = sorted(Path(unmask.__file__).parent.rglob("*.py"))
@@ -67,7 +67,7 @@ def test_the_scan_has_power(text):
 HELPER = """
 from dataclasses import dataclass
 from pathlib import Path
-from unmask.tasks.groups import Groups
+from unmask.tasks.puzzles.groups import Groups
 
 Path("imported").touch()
 

@@ -16,27 +16,27 @@ if TYPE_CHECKING:
     from unmask.decoding import policies
     from unmask.decoding.generate import Engine, Generation, generate
     from unmask.decoding.tokens import TokenChoice
-    from unmask.models.adaptation import adapt_causal
+    from unmask.models.importers.causal import adapt_causal
+    from unmask.models.importers.pretrained import load_causal
+    from unmask.models.importers.vocabulary import cut_tokenizer
     from unmask.models.order_model import OrderModel
-    from unmask.models.pretrained import load_causal
-    from unmask.models.vocabulary import cut_tokenizer
+    from unmask.recipe import load_recipe
     from unmask.tasks import make_task
-    from unmask.training.recipe import load_recipe
     from unmask.training.run import train
 
     __version__: str
 
 _HOMES = {
     "OrderModel": "unmask.models.order_model",
-    "adapt_causal": "unmask.models.adaptation",
-    "cut_tokenizer": "unmask.models.vocabulary",
-    "load_causal": "unmask.models.pretrained",
+    "adapt_causal": "unmask.models.importers.causal",
+    "cut_tokenizer": "unmask.models.importers.vocabulary",
+    "load_causal": "unmask.models.importers.pretrained",
     "Engine": "unmask.decoding.generate",
     "TokenChoice": "unmask.decoding.tokens",
     "generate": "unmask.decoding.generate",
     "Generation": "unmask.decoding.generate",
     "make_task": "unmask.tasks",
-    "load_recipe": "unmask.training.recipe",
+    "load_recipe": "unmask.recipe",
     "train": "unmask.training.run",
 }
 

@@ -6,31 +6,33 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
 import unmask
 from unmask.display import accept_any_character, in_markup, say
-from unmask.reproduction import known_studies
-from unmask.training.recipe import MOST_EXAMPLES, MOST_STEPS, known_recipes, load_recipe
+from unmask.errors import UserError
+from unmask.recipe import MOST_EXAMPLES, MOST_STEPS, known_recipes, load_recipe
+from unmask.studies.study import known_studies
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from unmask.comparison import Result
     from unmask.decoding.policies import Policy
     from unmask.decoding.tokens import TokenChoice
-    from unmask.evaluation import Record
+    from unmask.evaluation.compare import Result
+    from unmask.evaluation.evaluate import Record
     from unmask.models.order_model import OrderModel
-    from unmask.processes import Processes
+    from unmask.recipe import Recipe
+    from unmask.report.trace import Span, Writing
+    from unmask.runtime import Processes
     from unmask.tasks.task import Task
-    from unmask.training.recipe import Recipe
-    from unmask.writing import Span, Writing
 
 app = typer.Typer(
     help="Learn the order in which a masked diffusion model writes, and compare it with other unmasking rules.",
@@ -85,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
             command = error.ctx.command_path if error.ctx else "unmask"
             _refuse(f"{message.rstrip('.')} (see `{command} --help`)")
         sys.exit(2)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         _refuse(str(error), forced)
         sys.exit(2)
     except (RuntimeError, MemoryError) as error:
@@ -93,10 +95,12 @@ def main(arguments: list[str] | None = None) -> None:
             said = str(error) if isinstance(error, MemoryError) else ""
             _refuse(said or "out of memory: use smaller batches, fewer examples or a smaller model")
             sys.exit(2)
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, which may not have been imported
-            raise
-        _refuse("out of GPU memory: try --cpu, or wait until nothing else is on the GPU")
-        sys.exit(2)
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not have been imported
+            _refuse("out of GPU memory: try --cpu, or wait until nothing else is on the GPU")
+            sys.exit(2)
+        _report_bug()
+    except Exception:
+        _report_bug()
     if code == 130:  # typer turns Ctrl-C into this
         _refuse("interrupted; the same command goes on where it stopped", forced)
     sys.exit(code)
@@ -107,6 +111,13 @@ def _refuse(message: str, forced: bool = False) -> None:
         message = message.replace("the same command", "the same command without --force")
     rank = os.environ.get("RANK", "0")  # of the processes that torchrun started
     say(f"unmask{'' if rank == '0' else f' (process {rank})'}: {' '.join(message.split())}", err=True)
+
+
+def _report_bug() -> NoReturn:
+    """Whatever else is raised is a mistake of this program, not of its user."""
+    traceback.print_exc()
+    _refuse(f"this is a bug in unmask {unmask.__version__}: please report it with the lines above")
+    sys.exit(1)
 
 
 def _version(wanted: bool) -> None:
@@ -177,7 +188,7 @@ def train(
     """
     import torch
 
-    from unmask.training.keeper import Stopped
+    from unmask.training.checkpointer import Stopped
     from unmask.training.run import train as train_run
 
     wanted = load_recipe(recipe, set_ or [])
@@ -187,7 +198,7 @@ def train(
         _refuse(str(stopped), force)
         raise typer.Exit(75) from None  # EX_TEMPFAIL: try again
     except torch.OutOfMemoryError:
-        raise ValueError(_smaller_batches(wanted, out)) from None
+        raise UserError(_smaller_batches(wanted, out)) from None
     if os.environ.get("RANK", "0") != "0":
         return
     say(f"model: {out}   next: unmask evaluate {out}")
@@ -268,7 +279,7 @@ def evaluate(
     tokens = TokenOptions(temperature, top_p, top_k, guidance, min_length, stop_at_eos)
     if bound:
         if policy or steps or against or bf16 or tokens != TokenOptions():
-            raise ValueError(
+            raise UserError(
                 "--bound takes no --policy, no --steps, no --against, no --bf16 and nothing that chooses tokens, such "
                 "as --temperature: it is a number of the trained model"
             )
@@ -320,7 +331,7 @@ def reproduce(
     Every run, every evaluation, and their records side by side in OUT/results.  After a crash, or with more stages, the
     same call goes on where it stopped.  SIGTERM while something trains saves it and exits with code 75.
     """
-    from unmask.reproduction import Reproduction, load_study, written
+    from unmask.studies.study import Reproduction, load_study, written
 
     started = time.perf_counter()
     whole = Reproduction(*load_study(study), out, set_ or [], cpu, command=_command, say=say, jobs=jobs)
@@ -328,7 +339,7 @@ def reproduce(
         for planned in whole.stages(stage or []):
             say(written(whole.known(planned)))
         return
-    from unmask.training.keeper import Stopped
+    from unmask.training.checkpointer import Stopped
 
     try:
         whole.run(stage or [])
@@ -367,10 +378,10 @@ def report(
     With --markdown, the records that `unmask reproduce` left in OUT/results become a Markdown page.
     """
     if markdown is not None:
-        from unmask.results_page import write_page
+        from unmask.studies.results_page import write_page
 
         if out is not None or len(runs) != 1:
-            raise ValueError("--markdown takes one folder of records, such as OUT/results, and no --out")
+            raise UserError("--markdown takes one folder of records, such as OUT/results, and no --out")
         write_page(markdown, runs[0])
         say(f"page: {markdown}")
         return
@@ -433,14 +444,14 @@ def sample(
 ) -> None:
     """Generate, and show what was written when: every token is coloured by the step that revealed it."""
     from unmask.decoding.policies import NetworkPolicy
-    from unmask.evaluation import policy_named
+    from unmask.evaluation.evaluate import policy_named
     from unmask.files import write_text
-    from unmask.processes import Processes
     from unmask.progress import progress
-    from unmask.writing import PICTURE, picture, write
+    from unmask.report.trace import PICTURE, picture, write
+    from unmask.runtime import Processes
 
     if svg is not None and svg.exists() and PICTURE not in svg.read_text(encoding="utf-8", errors="replace")[:1000]:
-        raise ValueError(f"{svg} exists and is no picture of unmask: give another --svg")
+        raise UserError(f"{svg} exists and is no picture of unmask: give another --svg")
     model, plain, task, recipe = _load(run, Processes(cpu=True), split, trust_task)
     names = policy or ["learned" if model.selector is not None else "top-prob"]
     rules = [policy_named(name, model) for name in names]
@@ -449,7 +460,7 @@ def sample(
     budget = steps or (model.selector.budgets[0] if model.selector is not None else 4)
     limit = getattr(task, "test_examples", None)
     if limit is not None and (beyond := [i for i in example or [] if i >= limit]):
-        raise ValueError(f"task {task.name} has the examples 0 to {limit - 1}: no --example {beyond[0]}")
+        raise UserError(f"task {task.name} has the examples 0 to {limit - 1}: no --example {beyond[0]}")
     many = limit or max(SEARCHED, num)
     candidates = example or range(many if wanted else min(num, many))
     console, found = _console(), list[Any]()
@@ -474,7 +485,7 @@ def sample(
             elif len(found) == num:
                 break
     if wanted and not found:
-        raise ValueError(f"in none of {len(candidates)} examples are {', '.join(names)} {find}")
+        raise UserError(f"in none of {len(candidates)} examples are {', '.join(names)} {find}")
     if wanted:
         _print_legend(console, budget, has_end)
         for written in found:
@@ -491,12 +502,12 @@ SEARCHED = 1000  # examples that `sample --find` looks at where a task has no en
 def _right_or_wrong(find: str, rules: int) -> list[bool]:
     words = [word.strip() for word in find.split(",")] if find else []
     if words and (len(words) != rules or not set(words) <= {"right", "wrong"}):
-        raise ValueError(f"--find takes right or wrong for each --policy, such as right,wrong for two, not {find!r}")
+        raise UserError(f"--find takes right or wrong for each --policy, such as right,wrong for two, not {find!r}")
     return [word == "right" for word in words]
 
 
 def _print_legend(console: Console, budget: int, has_end: bool) -> None:
-    from unmask.writing import END, MASK
+    from unmask.report.trace import END, MASK
 
     # One line at 60 columns; the colours repeat anyway.
     marked = [f"[{_colour(i)}]{i}[/]" for i in range(budget)]
@@ -507,7 +518,7 @@ def _print_legend(console: Console, budget: int, has_end: bool) -> None:
 
 def _print_writing(console: Console, written: Sequence[Writing], trace: bool) -> None:
     """What the rules wrote for one example; where it has a question, that first."""
-    from unmask.writing import Span, outcome, wrapped
+    from unmask.report.trace import Span, outcome, wrapped
 
     def print_spans(label: str, spans: Sequence[Span]) -> None:
         for part, line in enumerate(wrapped(spans, console.width - 6)):
@@ -581,7 +592,7 @@ class TokenOptions(NamedTuple):
 
         eos_token_id = getattr(task, "eos_token_id", None)
         if eos_token_id is None and (self.min_length or self.stop_at_eos):
-            raise ValueError(
+            raise UserError(
                 f"task {task.name} has no end of sequence (eos_token_id): leave out --min-length and --stop-at-eos"
             )
         given = self if self.temperature is not None else self._replace(temperature=temperature)
@@ -609,19 +620,18 @@ def _evaluate_run(
     Without `budgets`, heuristics also run at those that a comparison with the learned order needs; and always at those
     that one with the orders of the runs `against` needs.
     """
-    from unmask.comparison import Result
     from unmask.decoding.policies import NetworkPolicy
-    from unmask.evaluation import evaluate as evaluate_policy
-    from unmask.evaluation import policy_named, response_sizes
+    from unmask.evaluation.compare import Result
+    from unmask.evaluation.evaluate import evaluate as evaluate_policy
+    from unmask.evaluation.evaluate import policy_named, response_sizes
+    from unmask.evaluation.verdicts import VerdictFile
     from unmask.files import refuse_link
     from unmask.jsonl import append_jsonl
-    from unmask.machine import precision_on
     from unmask.models.order_model import weights_hash
-    from unmask.processes import Processes
     from unmask.progress import progress
-    from unmask.report import read_orders, read_records, table
+    from unmask.report.tables import read_orders, read_records, table
+    from unmask.runtime import Processes, precision_on
     from unmask.tasks.task import held_out_split
-    from unmask.verdicts import VerdictFile
 
     processes = Processes(cpu)
     model, plain, task, recipe = _load(run, processes, split, trust_task)
@@ -639,7 +649,7 @@ def _evaluate_run(
         asked = budgets or settings.budgets or own or [task.length]
         wanted = list(dict.fromkeys(own if is_learned and not (policies and budgets) else asked))
         if wrong := [budget for budget in wanted if not 1 <= budget <= MOST_STEPS]:
-            raise ValueError(f"--steps must be between 1 and {MOST_STEPS:,}, got {wrong[0]}")
+            raise UserError(f"--steps must be between 1 and {MOST_STEPS:,}, got {wrong[0]}")
         fitting = [budget for budget in wanted if _can_run(rule, budget, sizes)]
         if not fitting:
             rule.check(wanted[0], sizes)  # says why
@@ -713,9 +723,9 @@ def _evaluate_run(
 
 def _learned_in(run: Path, asked: dict[str, Any], denoiser: str) -> list[Result]:
     """The learned orders of another run, evaluated as `asked` and learned on the denoiser with this hash."""
-    from unmask.comparison import results
-    from unmask.report import read_records
-    from unmask.verdicts import VerdictFile
+    from unmask.evaluation.compare import results
+    from unmask.evaluation.verdicts import VerdictFile
+    from unmask.report.tables import read_records
 
     found = [
         record
@@ -723,14 +733,12 @@ def _learned_in(run: Path, asked: dict[str, Any], denoiser: str) -> list[Result]
         if record.trained_budget is not None and all(getattr(record, name) == asked[name] for name in asked)
     ]
     if not found:
-        raise ValueError(
+        raise UserError(
             f"--against {run}: its learned order has not been evaluated on {asked['num_examples']} examples of "
             f"{asked['split']} with the same settings: run `unmask evaluate {run} --policy learned` with them first"
         )
     if any(record.plain_denoiser != denoiser for record in found):
-        raise ValueError(
-            f"--against {run}: its order was learned on another denoiser, so nothing here compares with it"
-        )
+        raise UserError(f"--against {run}: its order was learned on another denoiser, so nothing here compares with it")
     return results(found, VerdictFile(run / "verdicts.jsonl"))
 
 
@@ -755,7 +763,7 @@ def _with_equal_steps(
 def _can_run(rule: Policy, budget: int, sizes: Tensor) -> bool:
     try:
         rule.check(budget, sizes)
-    except ValueError:
+    except UserError:
         return False
     return True
 
@@ -764,7 +772,7 @@ def _budgets_lacking(
     heuristics: Sequence[tuple[Policy, int]], learned: Sequence[Result], compared: Sequence[Result], sizes: Tensor
 ) -> list[tuple[Policy, int]]:
     """What else a comparison needs of rules that take fewer steps than their budget."""
-    from unmask.comparison import next_budget
+    from unmask.evaluation.compare import next_budget
 
     needed: dict[tuple[str, int], tuple[Policy, int]] = {}
     for rule in {rule.name: rule for rule, _ in heuristics}.values():
@@ -778,8 +786,8 @@ def _budgets_lacking(
 
 def _print_comparisons(results: Sequence[Result]) -> None:
     """Every learned order against the heuristics, and the areas under score against steps."""
-    from unmask.comparison import compare
-    from unmask.report import area_rows, area_table, by_learned, comparison_table
+    from unmask.evaluation.compare import compare
+    from unmask.report.tables import area_rows, area_table, by_learned, comparison_table
 
     records = [result.record for result in results]
     for comparisons in by_learned(compare(results)):
@@ -799,19 +807,19 @@ def _evaluate_bound(
 ) -> None:
     from dataclasses import asdict
 
-    from unmask.evaluation import evaluate_bound
+    from unmask.evaluation.evaluate import evaluate_bound
     from unmask.files import write_text
     from unmask.jsonl import sealed
-    from unmask.processes import Processes
     from unmask.progress import progress
-    from unmask.report import bound_table
+    from unmask.report.tables import bound_table
+    from unmask.runtime import Processes
 
     processes = Processes(cpu)
     if not processes.is_main:
         return  # a matter of seconds, and a sum whose rounding would depend on how it is divided
     model, plain, task, recipe = _load(run, processes, split, trust_task)
     if model.selector is None:
-        raise ValueError(f"{run} has no learned order, so it has no order bound: train one with an [order] section")
+        raise UserError(f"{run} has no learned order, so it has no order bound: train one with an [order] section")
     number = examples or recipe.evaluate.examples
     with progress("bound", number) as advance:
         bound = evaluate_bound(
@@ -831,20 +839,20 @@ def _write_report(runs: list[Path], page: Path, trust_task: bool = False, pictur
     """Write the page and, with `pictures`, orders.png into every run."""
     import json
 
-    from unmask.comparison import compare, results
+    from unmask.evaluation.compare import compare, results
+    from unmask.evaluation.verdicts import VerdictFile
     from unmask.files import refuse_link
-    from unmask.report import Section, order_picture, pictured, read_bound, read_orders, read_records, write_html
+    from unmask.report.tables import Section, order_picture, pictured, read_bound, read_orders, read_records, write_html
     from unmask.training.run import load_task
-    from unmask.verdicts import VerdictFile
 
     names = [run.resolve().name for run in runs]
     sections = []
     for run, name in zip(runs, names, strict=True):
         if not run.is_dir():
-            raise ValueError(f"{run}: no such folder; give the folder of an evaluated run")
+            raise UserError(f"{run}: no such folder; give the folder of an evaluated run")
         records, orders = read_records(run / "results.jsonl"), read_orders(run / "orders.jsonl")
         if not records:
-            raise ValueError(f"{run}/results.jsonl is empty: run `unmask evaluate {run}` first")
+            raise UserError(f"{run}/results.jsonl is empty: run `unmask evaluate {run}` first")
         recipe, task = load_task(run, trust_task)
         sections.append(
             Section(
@@ -888,8 +896,8 @@ def _title(run: Path, task: Task) -> str:
 
 def _caption(recipe: Recipe, records: list[Record]) -> str:
     """Which denoiser each rule ran on, and how tokens were chosen."""
-    from unmask.evaluation import Record
-    from unmask.training.recipe import continued
+    from unmask.evaluation.evaluate import Record
+    from unmask.recipe import continued
 
     tokens = f"Tokens sampled at temperature {_values(records, 'temperature')}"
     for field, what in (("top_p", "top-p"), ("top_k", "top-k"), ("guidance", "guidance")):

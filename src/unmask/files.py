@@ -19,10 +19,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from unmask.errors import UserError
+
 MANIFEST, FORMAT = "manifest.json", "unmask manifest 1"
 
 
-class ChecksumError(ValueError):
+class ChecksumError(UserError):
     """A file that is not as it was written; the message says which."""
 
 
@@ -123,7 +125,7 @@ def discard(folder: Path, *names: str) -> None:
 def refuse_link(path: Path) -> None:
     """Raise ValueError where a write to `path` would leave its folder through a symbolic link."""
     if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
-        raise ValueError(f"{path} is a link that leads out of its folder, so nothing is written there: take it away")
+        raise UserError(f"{path} is a link that leads out of its folder, so nothing is written there: take it away")
 
 
 @contextmanager

@@ -15,12 +15,13 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from unmask.errors import UserError
 from unmask.files import ChecksumError, refuse_link
 
 _CRC = re.compile(r', "crc": "([0-9a-f]{8})"\}\s*$')
 
 
-class ResultsError(ValueError):
+class ResultsError(UserError):
     """A results file that cannot be read; the message says which line."""
 
 
@@ -48,7 +49,7 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise UserError("nested too deeply") from None
 
 
 def append_jsonl(path: Path, items: Sequence[Any]) -> None:

@@ -30,17 +30,17 @@ def _usage(rule: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> str:
             continue
         value = _default(field.value, classes) if field.value else name.upper()
         shown.append(f"{name}={value}" if keyword_only else value)
-    return f"{_short(rule)}({','.join(shown)})" if shown else _short(rule)
+    return f"{_key(rule)}({','.join(shown)})" if shown else _key(rule)
 
 
 def _default(value: ast.expr, classes: dict[str, ast.ClassDef]) -> str:
     if isinstance(value, ast.Call):  # field(default_factory=TopProbability)
-        return _short(classes[ast.unparse(value.keywords[0].value)])
+        return _key(classes[ast.unparse(value.keywords[0].value)])
     constant = ast.literal_eval(value)
     return f"{constant:g}" if isinstance(constant, float) else str(constant).lower()
 
 
-def _short(rule: ast.ClassDef) -> str:
-    (short,) = (node for node in rule.body if ast.unparse(node).startswith("short = "))
-    assert isinstance(short, ast.Assign)
-    return str(ast.literal_eval(short.value))
+def _key(rule: ast.ClassDef) -> str:
+    (key,) = (node for node in rule.body if ast.unparse(node).startswith("key = "))
+    assert isinstance(key, ast.Assign)
+    return str(ast.literal_eval(key.value))

@@ -70,10 +70,10 @@ class Recorded:
     def mask_token_id(self) -> int:
         return self.denoiser.mask_token_id
 
-    def hidden(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         self.passes.append(tokens.clone())
         self.calls.append(len(self.projected))
-        return self.denoiser.hidden(tokens, attention)
+        return self.denoiser.hidden(tokens, attention_mask)
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.projected.append(len(hidden))
@@ -98,7 +98,7 @@ class TabularDenoiser:
     def mask_token_id(self) -> int:
         return self.theta.shape[-1]
 
-    def hidden(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         N = tokens.shape[1]
         row = (tokens * (self.mask_token_id + 1) ** torch.arange(N)).sum(-1, keepdim=True).expand(-1, N)
         return torch.stack([row, torch.arange(N).expand_as(row)], dim=-1).double()
@@ -120,7 +120,7 @@ class TabularSelector:
         return (len(self.psi),)
 
     def __call__(
-        self, hidden: Tensor, confidences: Tensor, masked: Tensor, t: Tensor, budget: int, attention: Tensor | None
+        self, hidden: Tensor, confidences: Tensor, masked: Tensor, t: Tensor, budget: int, attention_mask: Tensor | None
     ) -> Tensor:
         return self.psi[t, hidden[:, 0, 0].long()]
 
@@ -178,7 +178,7 @@ def prompts_for(policy: Policy) -> list[Tensor]:
 
 def results(out: Generation, row: int) -> dict[str, object]:
     """All that is reported of one sequence, padding left out."""
-    here = out.attention[row]
+    here = out.attention_mask[row]
     return {
         "tokens": out.tokens[row, here].tolist(),
         "reveal_step": out.reveal_step[row, here].tolist(),
@@ -208,13 +208,13 @@ def histories(denoiser: Recorded, out: Generation, batch_size: int | None = None
     for seen in denoiser.passes[::passes]:
         assert len(seen) == len(batch), "rows that the batch should not hold, or too few"
         for row, canvas in zip(batch, seen, strict=True):
-            seen_of[row].append(canvas[: out.attention[row].sum()])  # the denoiser sees padding on the right
+            seen_of[row].append(canvas[: out.attention_mask[row].sum()])  # the denoiser sees padding on the right
         stays = [len(seen_of[row]) < out.num_steps[row] for row in batch]
         batch = [row if stay else waiting.pop(0) if waiting else None for row, stay in zip(batch, stays, strict=True)]
         batch = [row for row in batch if row is not None]
     assert not batch, "the denoiser saw fewer passes than are reported"
     assert not waiting
-    return [[*seen, out.tokens[row, out.attention[row]]] for row, seen in enumerate(seen_of)]
+    return [[*seen, out.tokens[row, out.attention_mask[row]]] for row, seen in enumerate(seen_of)]
 
 
 def accounts(history: list[Tensor]) -> tuple[list[int], list[int]]:

@@ -132,18 +132,18 @@ def random_row(rng: random.Random, L: int) -> Row:
     )
 
 
-def case_of(rows: Sequence[Row], everywhere: bool = False, seed: int = 0) -> Case:
-    """`everywhere`: the rule may look at the whole response.  Where it may not, junk stands."""
+def case_of(rows: Sequence[Row], reads_revealed: bool = False, seed: int = 0) -> Case:
+    """`reads_revealed`: the rule may look at the whole response.  Where it may not, junk stands."""
     rng, L = random.Random(seed), len(rows[0].weights)
 
     def shown(value: Callable[[Row, int], float]) -> Tensor:
         junk = [[rng.choice([-99.0, 0.0, 99.0]) for _ in range(L)] for _ in rows]
         for row, values in zip(rows, junk, strict=True):
-            for n in row.response if everywhere else row.masked:
+            for n in row.response if reads_revealed else row.masked:
                 values[n] = value(row, n)
         return tensor(junk)
 
-    said: Confidence = {
+    stats: Confidence = {
         "log_top": shown(lambda row, n: log(row.c(n))),
         "margin": shown(Row.margin),
         "entropy": shown(Row.entropy),
@@ -158,20 +158,20 @@ def case_of(rows: Sequence[Row], everywhere: bool = False, seed: int = 0) -> Cas
         masked=places([row.masked for row in rows], L),
         response=places([row.response for row in rows], L),
         num_response=torch.tensor([row.N for row in rows]),
-        attention=None,
+        attention_mask=None,
         uniforms=lambda: u,
         memory={},
         proposal=torch.tensor([row.proposal for row in rows]),
-        said=said,
+        stats=stats,
         hidden=torch.randn(len(rows), L, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)),
         log_reveal=tensor([[math.log(w / row.parts) for w in row.at_reveal] for row in rows]),
     )
     return Case(step, list(rows))
 
 
-def random_case(seed: int, rows: int = 150, L: int = 10, everywhere: bool = False) -> Case:
+def random_case(seed: int, rows: int = 150, L: int = 10, reads_revealed: bool = False) -> Case:
     rng = random.Random(seed)
-    return case_of([random_row(rng, L) for _ in range(rows)], everywhere, seed)
+    return case_of([random_row(rng, L) for _ in range(rows)], reads_revealed, seed)
 
 
 def plain_row(weights: list[list[int]], i: int = 0, S: int = 1, parts: int = PARTS, **changes: list[int]) -> Row:
@@ -192,8 +192,8 @@ def repeated(step: Step, rows: int, u: Tensor) -> Step:
         value = getattr(step, each.name)
         if isinstance(value, Tensor):
             same[each.name] = value[:1].expand(rows, *value.shape[1:])
-    said = {name: values[:1].expand(rows, -1) for name, values in step.said.items()}
-    return replace(step, **same, said=said, uniforms=lambda: u)
+    stats = {name: values[:1].expand(rows, -1) for name, values in step.stats.items()}
+    return replace(step, **same, stats=stats, uniforms=lambda: u)
 
 
 def tensor(values: list[list[float]]) -> Tensor:
@@ -234,7 +234,7 @@ class CountingDenoiser:
     def mask_token_id(self) -> int:
         return self.table.shape[-1]
 
-    def hidden(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         masks = (tokens == self.mask_token_id).sum(-1, keepdim=True).expand_as(tokens)
         return torch.stack([masks, torch.arange(tokens.shape[1]).expand_as(tokens)], dim=-1).double()
 

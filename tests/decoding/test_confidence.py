@@ -36,17 +36,17 @@ def log_probabilities_of(table):
 @each_table
 def test_the_three_confidences(table):
     log_p = log_probabilities_of(table)
-    said = confidence(log_p)
+    stats = confidence(log_p)
     for row, logits in enumerate(table):
         p = slow_softmax(logits)
         assert log_p[row].exp().tolist() == pytest.approx(p, abs=1e-14)
         ranked = sorted([*p, 0.0], reverse=True)  # with V = 1 there is no second: its probability is 0
         entropy = -sum(value * math.log(value) for value in p if value > 0)
         expected = [ranked[0], ranked[0] - ranked[1], entropy]
-        assert said["log_top"][row].item() == pytest.approx(math.log(ranked[0]), abs=1e-12)
-        assert said["margin"][row].item() == pytest.approx(expected[1], abs=1e-12)
-        assert said["entropy"][row].item() == pytest.approx(entropy, abs=1e-12)
-        assert features(said)[row].tolist() == pytest.approx(expected, abs=1e-12)
+        assert stats["log_top"][row].item() == pytest.approx(math.log(ranked[0]), abs=1e-12)
+        assert stats["margin"][row].item() == pytest.approx(expected[1], abs=1e-12)
+        assert stats["entropy"][row].item() == pytest.approx(entropy, abs=1e-12)
+        assert features(stats)[row].tolist() == pytest.approx(expected, abs=1e-12)
 
 
 @each_table
@@ -56,11 +56,11 @@ def test_the_log_probability_of_a_token(table):
         here = torch.full((len(table),), token)
         other = (here + 1) % len(table[0])
         wanted = frozenset({"log_proposal", "log_current"})
-        said = confidence(log_probabilities_of(table), wanted, proposal=here, current=other)
+        stats = confidence(log_probabilities_of(table), wanted, proposal=here, current=other)
         for row, logits in enumerate(table):
             log_p = slow_log_softmax(logits)
-            assert said["log_proposal"][row].item() == pytest.approx(log_p[token], abs=1e-12)
-            assert said["log_current"][row].item() == pytest.approx(log_p[int(other[row])], abs=1e-12)
+            assert stats["log_proposal"][row].item() == pytest.approx(log_p[token], abs=1e-12)
+            assert stats["log_current"][row].item() == pytest.approx(log_p[int(other[row])], abs=1e-12)
 
 
 def test_a_change_is_the_kl_of_now_from_before():
@@ -68,22 +68,22 @@ def test_a_change_is_the_kl_of_now_from_before():
     now = [[0.5, 0.5, 0.0], [0.9, 0.05, 0.05], [1.0, 0.0, 0.0], [0.2, 0.3, 0.5], [0.4, 0.6, 0.0], [0.4, 0.5, 0.1]]
     before = [[0.25, 0.25, 0.5], [0.1, 0.1, 0.8], [1.0, 0.0, 0.0], [0.2, 0.3, 0.5], [0.5, 0.5, 0.0], [0.5, 0.5, 0.0]]
     log_now, log_before = (torch.tensor(p, dtype=torch.float64).log() for p in (now, before))
-    said = confidence(log_now, frozenset({"change"}), previous=log_before)
+    stats = confidence(log_now, frozenset({"change"}), previous=log_before)
     for row, (p, q) in enumerate(zip(now, before, strict=True)):
         expected = sum(a * (math.log(a / b) if b else math.inf) for a, b in zip(p, q, strict=True) if a)
-        assert said["change"][row].item() == pytest.approx(expected, abs=1e-12)
-    assert said["change"][5].item() == math.inf
-    assert abs(said["change"][0].item() - said["change"][1].item()) > 0.1
+        assert stats["change"][row].item() == pytest.approx(expected, abs=1e-12)
+    assert stats["change"][5].item() == math.inf
+    assert abs(stats["change"][0].item() - stats["change"][1].item()) > 0.1
 
 
 def test_a_change_of_random_tables():
     generator = torch.Generator().manual_seed(4)
     now, before = (2 * torch.randn(50, 6, dtype=torch.float64, generator=generator) for _ in range(2))
-    said = confidence(log_probabilities(now), frozenset({"change"}), previous=log_probabilities(before))
+    stats = confidence(log_probabilities(now), frozenset({"change"}), previous=log_probabilities(before))
     for row in range(50):
         p, q = slow_softmax(now[row].tolist()), slow_softmax(before[row].tolist())
         expected = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-        assert said["change"][row].item() == pytest.approx(expected, abs=1e-12)
+        assert stats["change"][row].item() == pytest.approx(expected, abs=1e-12)
 
 
 @each_table
@@ -148,8 +148,8 @@ def test_at_least_float32(dtype, computed):
     assert log_p.dtype == computed
     assert log_p.exp().sum().item() == pytest.approx(1, abs=1e-6)
     token = torch.tensor([1])
-    said = confidence(log_p, EVERYTHING, proposal=token, current=token, previous=log_p)
-    assert {values.dtype for values in said.values()} == {computed}
+    stats = confidence(log_p, EVERYTHING, proposal=token, current=token, previous=log_p)
+    assert {values.dtype for values in stats.values()} == {computed}
 
 
 def test_the_gradient_stays_finite_where_probabilities_vanish():

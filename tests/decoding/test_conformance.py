@@ -22,7 +22,7 @@ from tests.decoding.small import (
 )
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import RULES, Blocks, Learned, Ranked, RewardTrained
-from unmask.streams import Purpose, uniforms
+from unmask.rng import Purpose, uniforms
 
 DENOISER = small_denoiser()
 IDS = torch.tensor([100, 7, 31, 8, 2, 55, 1_000_003])
@@ -50,12 +50,12 @@ def budgets_for(policy):
 
 
 def test_every_rule_is_here():
-    assert {policy.short for policy in POLICIES.values()} == set(RULES)
+    assert {policy.key for policy in POLICIES.values()} == set(RULES)
 
 
 def expected_projections(policy, response, before, after, decided):
     """Positions that a step must project: all, the masked ones, or only what it reveals."""
-    if policy.everywhere and not decided:
+    if policy.reads_revealed and not decided:
         return int(response.sum())
     return int((before == MASK).sum() if policy.reads else ((before == MASK) & (after != MASK)).sum())
 
@@ -83,9 +83,9 @@ def test_accounts_are_what_the_denoiser_saw(policy, options):
             reveal_step, revisions = accounts(history)
             assert results(out, row)["reveal_step"] == reveal_step
             assert results(out, row)["revisions"] == revisions
-            assert out.attention[row].sum() == len(prompt)
-            assert (out.reveal_step[row, ~out.attention[row]] == -1).all()
-            assert (out.revisions[row, ~out.attention[row]] == 0).all()
+            assert out.attention_mask[row].sum() == len(prompt)
+            assert (out.reveal_step[row, ~out.attention_mask[row]] == -1).all()
+            assert (out.revisions[row, ~out.attention_mask[row]] == 0).all()
             if not policy.remasks:
                 assert max(reveal_step) + 1 == out.num_steps[row]  # a finished sequence stops counting
                 assert not any(revisions)
@@ -106,14 +106,14 @@ def test_guidance_sees_the_same_canvas_without_its_prompt(policy):
     prompts = prompts_for(policy)
     denoiser = Recorded(DENOISER)
     out = generate(denoiser, prompts, policy, 6, seed=3, **GUIDED)
-    column = out.attention.long().argsort(
+    column = out.attention_mask.long().argsort(
         dim=-1, descending=True, stable=True
     )  # the denoiser sees padding on the right
-    attention, response = out.attention.gather(-1, column), (out.reveal_step >= 0).gather(-1, column)
+    attention_mask, response = out.attention_mask.gather(-1, column), (out.reveal_step >= 0).gather(-1, column)
     with_prompt, without = denoiser.passes[::2], denoiser.passes[1::2]
     for i, (seen, bare) in enumerate(zip(with_prompt, without, strict=True)):
         rows = out.num_steps > i
-        assert torch.equal(bare[attention[rows]], torch.where(response[rows], seen, MASK)[attention[rows]])
+        assert torch.equal(bare[attention_mask[rows]], torch.where(response[rows], seen, MASK)[attention_mask[rows]])
 
 
 @A_FEW
@@ -129,7 +129,7 @@ def test_no_guidance_no_second_pass(policy):
 
 def test_counting_rules_keep_their_schedule():
     for policy in POLICIES.values():
-        if isinstance(policy, Ranked) or policy.short == "stochastic":
+        if isinstance(policy, Ranked) or policy.key == "stochastic":
             out = generate(DENOISER, PROMPTS, policy, 6)
             for row, prompt in enumerate(PROMPTS):
                 N = (prompt == MASK).sum().item()
@@ -144,7 +144,7 @@ def test_a_budget_larger_than_the_response_stops_early(policy):
         assert (out.num_steps == 13).all()
     elif not policy.name.startswith(("iid", "blocks(3,iid)")):  # with IID a step may reveal nothing
         assert (out.num_steps <= N).all()
-    if policy.short in ("top-prob", "margin", "entropy", "left-to-right", "stochastic", "lo-arm"):
+    if policy.key in ("top-prob", "margin", "entropy", "left-to-right", "stochastic", "lo-arm"):
         assert torch.equal(out.num_steps, N)
 
 
@@ -158,7 +158,7 @@ def test_one_step_reveals_everything(policy):
     assert not out.revisions.any()
     for row, prompt in enumerate(PROMPTS):  # greedy: the arg-max of the first pass
         best = torch.where(prompt == MASK, DENOISER(prompt[None])[0].argmax(-1), prompt)
-        assert torch.equal(out.tokens[row, out.attention[row]], best)
+        assert torch.equal(out.tokens[row, out.attention_mask[row]], best)
 
 
 def test_same_seed_same_output_another_seed_another(policy):
@@ -197,7 +197,7 @@ def test_draws_of_different_positions_and_steps_differ():
 
         mask_token_id = 1000
 
-        def hidden(self, tokens, attention=None):
+        def hidden(self, tokens, attention_mask=None):
             return torch.zeros(*tokens.shape, 1, dtype=torch.float64)
 
     for budget in (1, 4, 12):
@@ -236,36 +236,36 @@ def test_a_sequence_does_not_see_its_batch(policy, options, sizes):
         assert all_results(batch) == [alone[row] for row in shuffled], f"batch_size {batch_size}"
 
     junk = torch.randint(V + 1, (7, 17), generator=torch.Generator().manual_seed(0))
-    attention = torch.zeros(7, 17, dtype=torch.bool)
+    attention_mask = torch.zeros(7, 17, dtype=torch.bool)
     canvas = junk.clone()
     for row, prompt in enumerate(prompts):
-        canvas[row, : len(prompt)], attention[row, : len(prompt)] = prompt, True
-    assert (canvas[~attention] == MASK).any()
-    right = generate(DENOISER, canvas, policy, 6, ids=IDS, attention=attention, **options)
+        canvas[row, : len(prompt)], attention_mask[row, : len(prompt)] = prompt, True
+    assert (canvas[~attention_mask] == MASK).any()
+    right = generate(DENOISER, canvas, policy, 6, ids=IDS, attention_mask=attention_mask, **options)
     assert all_results(right) == alone
-    assert torch.equal(right.tokens[~attention], junk[~attention])  # what stands on padding stays
-    assert (right.reveal_step[~attention] == -1).all()
-    assert not right.revisions[~attention].any()
+    assert torch.equal(right.tokens[~attention_mask], junk[~attention_mask])  # what stands on padding stays
+    assert (right.reveal_step[~attention_mask] == -1).all()
+    assert not right.revisions[~attention_mask].any()
 
 
 @A_FEW
 def test_integer_attention_and_short_integers_are_read_as_meant(policy):
     """Tokenizers give attention as 0 and 1."""
-    prompts, attention = torch.stack([PROMPTS[0], PROMPTS[0]]), torch.ones(2, 8, dtype=torch.bool)
-    attention[1, 6:] = False
-    meant = generate(DENOISER, prompts, policy, 3, attention=attention)
-    read = generate(DENOISER, prompts.int(), policy, 3, attention=attention.long())
+    prompts, attention_mask = torch.stack([PROMPTS[0], PROMPTS[0]]), torch.ones(2, 8, dtype=torch.bool)
+    attention_mask[1, 6:] = False
+    meant = generate(DENOISER, prompts, policy, 3, attention_mask=attention_mask)
+    read = generate(DENOISER, prompts.int(), policy, 3, attention_mask=attention_mask.long())
     assert torch.equal(read.tokens, meant.tokens)
     assert torch.equal(read.reveal_step, meant.reveal_step)
-    assert read.attention.dtype == torch.bool
+    assert read.attention_mask.dtype == torch.bool
 
 
 @A_FEW
 def test_the_caller_s_tensors_are_left_alone(policy):
-    prompts, attention, ids = PROMPTS[1].repeat(2, 1), torch.ones(2, 12, dtype=torch.bool), torch.tensor([3, 4])
-    generate(DENOISER, prompts, policy, 6, attention=attention, ids=ids, batch_size=1)
+    prompts, attention_mask, ids = PROMPTS[1].repeat(2, 1), torch.ones(2, 12, dtype=torch.bool), torch.tensor([3, 4])
+    generate(DENOISER, prompts, policy, 6, attention_mask=attention_mask, ids=ids, batch_size=1)
     assert torch.equal(prompts, PROMPTS[1].repeat(2, 1))
-    assert attention.all()
+    assert attention_mask.all()
     assert ids.tolist() == [3, 4]
     listed = [prompt.clone() for prompt in prompts_for(policy)]
     generate(DENOISER, listed, policy, 6, batch_size=2)
@@ -311,11 +311,11 @@ def test_rules_report_the_memory_that_they_keep():
     prompts = PROMPTS[0].repeat(4, 1)  # N = 5, L = 8
     B, L, N = 4, 8, 5
     distributions, counters, blocks, log_reveal = 8 * B * N * V, 8 * B * L, 2 * 8 * B, 8 * B * L
-    remember = {"rdm", "rdm(cosine,cond)", "rdm(linear,cond)", "p2", "remdm-conf"}
-    assert remember < POLICIES.keys()
+    init_state = {"rdm", "rdm(cosine,cond)", "rdm(linear,cond)", "p2", "remdm-conf"}
+    assert init_state < POLICIES.keys()
     for name, policy in POLICIES.items():
         expected = (distributions + counters) * ("klass" in name) + blocks * ("blocks" in name)
-        expected += log_reveal * (name in remember)
+        expected += log_reveal * (name in init_state)
         assert generate(DENOISER, prompts, policy, 6).memory_bytes == expected, name
     rule = POLICIES["klass"]
     assert generate(DENOISER, prompts, rule, 6, batch_size=2).memory_bytes == (distributions + counters) // 2

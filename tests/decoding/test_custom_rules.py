@@ -24,7 +24,7 @@ def uncompiled(monkeypatch):
 class Reads(Policy):
     """Reveals by one reading alone, and is given no junk."""
 
-    short = "reads"
+    key = "reads"
     reading: str = "margin"
     at_once: bool = field(default=False, kw_only=True)
 
@@ -33,7 +33,7 @@ class Reads(Policy):
         return {self.reading}
 
     def decide(self, step):
-        value = step.said[self.reading]
+        value = step.stats[self.reading]
         if self.reading == "change" and not self.at_once:  # the first pass has none before it
             value = torch.where(step.index[:, None] > 0, value, 0.0)
         return Decision(highest(value, step.masked, step.count()))
@@ -41,20 +41,20 @@ class Reads(Policy):
 
 @dataclass(frozen=True)
 class Everywhere(Reads):
-    everywhere = True
+    reads_revealed = True
 
 
 @dataclass(frozen=True)
 class Doubts(Policy):
     """Reveals k_i from the left, and masks again the one that is now least probable, by log_current alone."""
 
-    short = "doubts"
-    remasks = everywhere = True
+    key = "doubts"
+    remasks = reads_revealed = True
     reads = frozenset({"log_current"})
 
     def decide(self, step):
         revealed = step.response & ~step.masked
-        log_p = step.said["log_current"]
+        log_p = step.stats["log_current"]
         assert ((log_p <= 0) & torch.isfinite(log_p))[revealed].all()
         one = torch.ones_like(step.index)
         return Decision(highest(-step.place().double(), step.masked, step.count() + 1), highest(-log_p, revealed, one))
@@ -63,7 +63,7 @@ class Doubts(Policy):
 def laid_out_alike(policy):
     """Alone, in a batch that is refilled, with fixed shapes: the results are those of a whole batch."""
     whole = generate(DENOISER, PROMPTS, policy, 4)
-    assert (whole.tokens[whole.attention] != MASK).all()
+    assert (whole.tokens[whole.attention_mask] != MASK).all()
     for options in ({"batch_size": 1}, {"batch_size": 2}, {"compile": True}, {"batch_size": 2, "compile": True}):
         assert all_results(generate(DENOISER, PROMPTS, policy, 4, **options)) == all_results(whole), options
     return whole
@@ -94,8 +94,8 @@ def test_unsound_logits_are_seen_whatever_is_read(rule, reading, compile):
     class Broken:
         mask_token_id = MASK
 
-        def hidden(self, tokens, attention=None):
-            return DENOISER.hidden(tokens, attention)
+        def hidden(self, tokens, attention_mask=None):
+            return DENOISER.hidden(tokens, attention_mask)
 
         def logits(self, hidden):
             return torch.full_like(DENOISER.logits(hidden), torch.nan)
@@ -117,7 +117,7 @@ def test_a_reading_that_does_not_exist(reading):
 class Forgets(Policy):
     """Masks again what it has revealed, and does not say so."""
 
-    short = "forgets"
+    key = "forgets"
     looks: bool = False
 
     @property

@@ -26,7 +26,7 @@ class Table:
     row: torch.Tensor
     mask_token_id: int
 
-    def hidden(self, tokens, attention=None):
+    def hidden(self, tokens, attention_mask=None):
         return self.row.expand(*tokens.shape, -1)
 
     def logits(self, hidden):
@@ -123,8 +123,8 @@ class Bert(nn.Module):
         for parameter in self.model.parameters():
             parameter.normal_(std=0.8, generator=generator)
 
-    def hidden(self, tokens, attention=None):
-        return self.model.bert(tokens, attention_mask=attention).last_hidden_state
+    def hidden(self, tokens, attention_mask=None):
+        return self.model.bert(tokens, attention_mask=attention_mask).last_hidden_state
 
     def logits(self, hidden):
         return self.model.cls(hidden)
@@ -142,13 +142,13 @@ def test_absolute_positions_are_those_of_the_sequence_alone(name):
     alone = [alike(prompt[None], ids=[row])[0] for row, prompt in enumerate(prompts)]
     assert alike(prompts) == alone
     for side in ("left", "right"):
-        canvas, attention = (
+        canvas, attention_mask = (
             pad_sequence(each, batch_first=True, padding_side=side)
             for each in (prompts, [torch.ones_like(prompt) for prompt in prompts])
         )
-        assert alike(canvas, attention=attention) == alone
-    between = torch.stack([attention, torch.zeros_like(attention)], dim=-1).flatten(1)
-    assert alike(canvas.repeat_interleave(2, dim=1), attention=between) == alone
+        assert alike(canvas, attention_mask=attention_mask) == alone
+    between = torch.stack([attention_mask, torch.zeros_like(attention_mask)], dim=-1).flatten(1)
+    assert alike(canvas.repeat_interleave(2, dim=1), attention_mask=between) == alone
 
 
 # --- training before and after ----------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class Lazy(nn.Module):
         self.embedding, self.head, self.table = nn.Embedding(6, 16), nn.Linear(16, 5), None
         self.seen = set()  # whether passes ran in inference mode
 
-    def hidden(self, tokens, attention=None):
+    def hidden(self, tokens, attention_mask=None):
         self.seen.add(torch.is_inference_mode_enabled())
         if self.table is None:
             self.table = torch.ones(16)
@@ -221,8 +221,8 @@ def test_what_comes_out_can_be_trained_on(policy, options):
     assert not any(value.is_inference() for value in tensors.values())
     embedding = nn.Embedding(12, 3)
     weight = out.reveal_step.float() + out.num_steps[:, None] + out.revisions
-    (embedding(out.tokens).sum(-1) * weight * out.attention).sum().backward()
+    (embedding(out.tokens).sum(-1) * weight * out.attention_mask).sum().backward()
     assert embedding.weight.grad.abs().sum() > 0
-    denoiser(out.tokens, out.attention).logsumexp(-1).sum().backward()
+    denoiser(out.tokens, out.attention_mask).logsumexp(-1).sum().backward()
     assert all(parameter.grad is not None for parameter in denoiser.parameters())
     out.tokens[0] = 0  # and be written to

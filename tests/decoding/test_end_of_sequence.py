@@ -107,7 +107,7 @@ def test_it_is_off_by_default(policy):
     named, unnamed = (generate(denoiser, prompts_for(policy), policy, 6, **SAMPLED, **options)
                       for options in ({"eos_token_id": EOS}, {}))  # fmt: skip
     assert all_results(named) == all_results(unnamed)
-    if policy.short in ("top-prob", "left-to-right", "entropy"):
+    if policy.key in ("top-prob", "left-to-right", "entropy"):
         assert named.num_steps.tolist() == [min(6, (prompt == MASK).sum()) for prompt in PROMPTS]
 
 
@@ -125,11 +125,11 @@ class ByHand(Leaning):
     guidance: float = 0.0
     min_length: int = 0
 
-    def hidden(self, tokens, attention=None):
+    def hidden(self, tokens, attention_mask=None):
         self.passes.append(tokens.clone())
         bare = torch.where(PATTERN, tokens, MASK)
         place = (PATTERN.cumsum(-1) - 1).double().expand(len(tokens), -1)[..., None]
-        states = [self.denoiser.hidden(canvas, attention) for canvas in (tokens, bare)]
+        states = [self.denoiser.hidden(canvas, attention_mask) for canvas in (tokens, bare)]
         return torch.cat([*states, place], dim=-1)
 
     def logits(self, hidden):
@@ -159,7 +159,7 @@ def test_no_eos_before_the_minimum_length(policy):
     """Where EOS is by far the most probable it comes at once, and exactly from response position `min_length` on; p
     and with it every confidence is renormalised, as for a denoiser that gives EOS no mass there."""
     lean = 12.0
-    for min_length in (1, 4, 6, 7, 100) if policy.short == "margin" else (4,):
+    for min_length in (1, 4, 6, 7, 100) if policy.key == "margin" else (4,):
         options = {"eos_token_id": EOS, "min_length": min_length, **SAMPLED}
         forbidden = generate(Leaning(small_denoiser(), lean=lean), SAME_PATTERN, policy, 6, **options)
         is_eos = forbidden.tokens[:, PATTERN] == EOS
@@ -180,7 +180,7 @@ def test_guidance_a_minimum_length_and_a_stop_together(policy):
     stop = {**options, "stop_at_eos": True}
     out = generate(Leaning(small_denoiser(), lean=100.0), prompts_for(policy), policy, 6, **stop, **SAMPLED)
     for row, prompt in enumerate(prompts_for(policy)):
-        written = out.tokens[row, out.attention[row]][prompt == MASK]
+        written = out.tokens[row, out.attention_mask[row]][prompt == MASK]
         assert not (written[:2] == EOS).any()
         assert (written[2:] == EOS).all()
 

@@ -135,8 +135,8 @@ def test_fixed_shapes_do_not_show(policy, batch_size, chunk, choice, uncompiled,
 class Rounds(Recorded):
     """Off by what depends on the shapes of its products alone, as rounding is, but far enough to decide everything."""
 
-    def hidden(self, tokens, attention=None):
-        return super().hidden(tokens, attention) + self.noise(16, *tokens.shape)
+    def hidden(self, tokens, attention_mask=None):
+        return super().hidden(tokens, attention_mask) + self.noise(16, *tokens.shape)
 
     def logits(self, hidden):
         return super().logits(hidden) + self.noise(V, len(hidden))
@@ -152,11 +152,11 @@ class Rounds(Recorded):
 def test_with_fixed_shapes_rounding_is_the_same_in_any_batch(name, option, uncompiled):
     """Bit for bit, alone, first and last in a batch that is refilled; responses and paddings of different lengths."""
     canvas = pad_sequence(PROMPTS, batch_first=True)
-    attention = pad_sequence([torch.ones_like(prompt) for prompt in PROMPTS], batch_first=True)
+    attention_mask = pad_sequence([torch.ones_like(prompt) for prompt in PROMPTS], batch_first=True)
 
     def results_of(rows, **options):
         engine = Engine(Rounds(DENOISER), POLICIES[name], 6, SAMPLED, batch_size=3, **options)
-        return all_results(engine.generate(canvas[rows], ids=IDS[rows], attention=attention[rows]))
+        return all_results(engine.generate(canvas[rows], ids=IDS[rows], attention_mask=attention_mask[rows]))
 
     whole = list(range(7))
     alone = [results_of([row], **{option: True})[0] for row in whole]
@@ -180,7 +180,7 @@ def test_rows_that_idle_are_not_projected(uncompiled, monkeypatch):
 class Stubborn(Policy):
     """Reveals nothing, or everything, and always wants to mask again whatever was revealed."""
 
-    short = "stubborn"
+    key = "stubborn"
     remasks = True
     generous: bool = False
 
@@ -219,19 +219,19 @@ def test_the_loop_has_the_last_word(compile, uncompiled):
 def test_an_engine_used_again_is_as_good_as_new(name, compile, uncompiled):
     """Nothing of the call before is left: shapes, seeds, ids, paddings, and longer responses than before."""
     policy = POLICIES[name]
-    long, short = prompts_for(policy)[::-1], [PROMPTS[0], PROMPTS[4]]
+    long, key = prompts_for(policy)[::-1], [PROMPTS[0], PROMPTS[4]]
     flat = PROMPTS[0].repeat(4, 1)
     padded = torch.ones(4, 8, dtype=torch.bool)
     padded[1:3, 7] = False
     engine = Engine(DENOISER, policy, 6, SAMPLED, batch_size=3, compile=compile)
     for call, (prompts, options) in enumerate(
         [
-            (short, {}),
+            (key, {}),
             (long, {"seed": 1}),  # longer sequences
             (long, {"seed": 2, "ids": IDS}),  # the same shape
             (long, {"seed": 1}),
             (flat, {"seed": 3}),  # no padding
-            (flat, {"seed": 3, "attention": padded}),  # the same shape with padding
+            (flat, {"seed": 3, "attention_mask": padded}),  # the same shape with padding
             (flat, {"seed": 4}),
             ([PROMPTS[0], PROMPTS[0][2:]], {"seed": 5}),  # fewer than the batch
             (torch.full((4, 8), MASK), {"seed": 6}),  # the same shape, a longer response
@@ -284,14 +284,14 @@ class Tiny(torch.nn.Module):
         self.table = torch.randn(6, 8, dtype=torch.float64, generator=generator)
         self.head = torch.randn(8, 5, dtype=torch.float64, generator=generator)
 
-    def hidden(self, tokens, attention=None):
+    def hidden(self, tokens, attention_mask=None):
         hidden = self.table[tokens]
         return hidden + hidden.cumsum(1) * torch.linspace(-1, 1, tokens.shape[1], dtype=torch.float64)[:, None]
 
     def logits(self, hidden):
         return hidden @ self.head
 
-    def forward(self, hidden, confidences, masked, t, budget, attention):
+    def forward(self, hidden, confidences, masked, t, budget, attention_mask):
         return hidden[..., 0] + confidences[..., 1] - t.clamp(min=1).log()[:, None]
 
 

@@ -47,8 +47,8 @@ def test_an_empty_response_is_named():
 
 
 def test_masks_on_padding_are_no_response():
-    attention = torch.tensor([[True, True, True, True], [True, False, True, False]])
-    refused("prompt 1 has an empty response", PROMPTS, IID(), 3, attention=attention)
+    attention_mask = torch.tensor([[True, True, True, True], [True, False, True, False]])
+    refused("prompt 1 has an empty response", PROMPTS, IID(), 3, attention_mask=attention_mask)
 
 
 def test_no_prompts():
@@ -58,7 +58,7 @@ def test_no_prompts():
 
 
 def test_a_list_is_padded_by_generate_itself():
-    refused("leave attention out", list(PROMPTS), IID(), 3, attention=torch.ones(2, 4, dtype=torch.bool))
+    refused("leave attention out", list(PROMPTS), IID(), 3, attention_mask=torch.ones(2, 4, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("ids", [torch.tensor([1]), torch.tensor([1, 2, 3]), torch.tensor([[1, 2], [3, 4]])])
@@ -144,8 +144,14 @@ def test_prompts_that_are_no_token_ids(prompts, message):
 
 @pytest.mark.parametrize("shape", [(1, 4), (2, 3), (2, 4, 1)])
 def test_attention_that_does_not_fit_the_prompts(shape):
-    attention = torch.ones(shape, dtype=torch.bool)
-    refused(f"attention has shape {list(shape)}, the prompts have [2, 4]", PROMPTS, IID(), 3, attention=attention)
+    attention_mask = torch.ones(shape, dtype=torch.bool)
+    refused(
+        f"attention_mask has shape {list(shape)}, the prompts have [2, 4]",
+        PROMPTS,
+        IID(),
+        3,
+        attention_mask=attention_mask,
+    )
 
 
 def test_a_sequence_longer_than_the_context():
@@ -232,7 +238,7 @@ def changed(**methods):
     """The denoiser with other methods, and without those that are None."""
     given = {
         "mask_token_id": MASK,
-        "hidden": lambda self, tokens, attention=None: DENOISER.hidden(tokens, attention),
+        "hidden": lambda self, tokens, attention_mask=None: DENOISER.hidden(tokens, attention_mask),
         "logits": lambda self, hidden: DENOISER.logits(hidden),
     }
     return type("Other", (), {name: value for name, value in {**given, **methods}.items() if value is not None})()
@@ -248,11 +254,11 @@ OTHERS = {
         "the denoiser's mask_token_id must be a whole number from 0 on, got '[MASK]'",
     ),
     "hidden states of another shape": (
-        {"hidden": lambda self, tokens, attention=None: DENOISER.hidden(tokens)[0]},
+        {"hidden": lambda self, tokens, attention_mask=None: DENOISER.hidden(tokens)[0]},
         "the denoiser's `hidden` must be [B, L, D] from tokens [B, L], got [4, 16]",
     ),
     "hidden states in a tuple": (
-        {"hidden": lambda self, tokens, attention=None: (DENOISER.hidden(tokens),)},
+        {"hidden": lambda self, tokens, attention_mask=None: (DENOISER.hidden(tokens),)},
         "the denoiser's `hidden` must be [B, L, D] from tokens [B, L], got a tuple",
     ),
     "logits without a position": (
@@ -264,7 +270,7 @@ OTHERS = {
         "the denoiser's `logits` must be [M, V] from hidden states [M, D], got [1, 11] for M = 4 and V = 11",
     ),
     "ids that it does not know": (
-        {"hidden": lambda self, tokens, attention=None: torch.zeros(5, 16)[tokens]},
+        {"hidden": lambda self, tokens, attention_mask=None: torch.zeros(5, 16)[tokens]},
         "its vocabulary must hold ids up to 11, its context 4 positions",
     ),
 }
@@ -281,7 +287,7 @@ def test_a_denoiser_that_is_none(methods, message):
 class Answers(Policy):
     """Whatever it is told to."""
 
-    short = "answers"
+    key = "answers"
     answer: Callable[[Step], Any]
     reads: Any = frozenset()
 
@@ -298,7 +304,7 @@ RULES_OF_OTHERS = {
     ),
     "one row": ((lambda step: Decision(step.masked[0]),), "answers must reveal by booleans [2, 4], got torch.bool [4]"),
     "reads is forgotten": (
-        (lambda step: Decision(step.said["margin"] > 0.5),),
+        (lambda step: Decision(step.stats["margin"] > 0.5),),
         "answers looks at step.said['margin']: it must declare this in `reads`",
     ),
     "reads something else": (
@@ -334,22 +340,22 @@ class Breaks(Recorded):
     the hidden state."""
 
     value = torch.nan
-    everywhere = True  # in every logit, or in one of them
+    reads_revealed = True  # in every logit, or in one of them
 
-    def hidden(self, tokens, attention=None):
-        hidden = super().hidden(tokens, attention)
+    def hidden(self, tokens, attention_mask=None):
+        hidden = super().hidden(tokens, attention_mask)
         broken = (tokens[:, :1] == 9) & ((tokens == MASK).sum(-1, keepdim=True) < 3)
         return torch.cat([hidden, broken.double().expand(-1, tokens.shape[1])[..., None]], dim=-1)
 
     def logits(self, hidden):
         logits = super().logits(hidden[:, :16])
-        logits[hidden[:, 16] > 0, :: 1 if self.everywhere else 5] = self.value
+        logits[hidden[:, 16] > 0, :: 1 if self.reads_revealed else 5] = self.value
         return logits
 
 
-def breaking(value, everywhere):
+def breaking(value, reads_revealed):
     denoiser = Breaks(DENOISER)
-    denoiser.value, denoiser.everywhere = value, everywhere
+    denoiser.value, denoiser.reads_revealed = value, reads_revealed
     return denoiser
 
 
@@ -358,8 +364,8 @@ def breaking(value, everywhere):
 def test_a_denoiser_s_logits_that_are_not_finite_name_the_sequence_and_the_step(policy, options):
     """Rows leave the batch, so rows are not sequences; all sequences began together, so passes are steps."""
     kinds = [(torch.nan, True), (torch.nan, False), (torch.inf, False), (-torch.inf, True)]
-    for value, everywhere in kinds[1:] if policy.short in ("iid", "p2", "top-prob", "learned") else kinds[:1]:
-        denoiser = breaking(value, everywhere)
+    for value, reads_revealed in kinds[1:] if policy.key in ("iid", "p2", "top-prob", "learned") else kinds[:1]:
+        denoiser = breaking(value, reads_revealed)
         with pytest.raises(ValueError, match="not finite") as caught:
             generate(denoiser, NINE, policy, 6, seed=1, **options)
         step = len(denoiser.passes) - 1
@@ -367,7 +373,7 @@ def test_a_denoiser_s_logits_that_are_not_finite_name_the_sequence_and_the_step(
         if policy.reads:  # it was noticed at once
             masks = [(seen[seen[:, 0] == 9] == MASK).sum() for seen in denoiser.passes]
             assert masks[-1] < 3
-            assert all(count >= 3 or not policy.everywhere for count in masks[:-1])
+            assert all(count >= 3 or not policy.reads_revealed for count in masks[:-1])
         generate(denoiser, NINE[:2], policy, 6, **options)
 
 
@@ -394,8 +400,8 @@ class BrokenSelector(ReadsFirst):
     def when(self, t):
         return torch.ones_like(t, dtype=torch.bool)
 
-    def __call__(self, hidden, confidences, masked, t, budget, attention):
-        logits = super().__call__(hidden, confidences, masked, t, budget, attention)
+    def __call__(self, hidden, confidences, masked, t, budget, attention_mask):
+        logits = super().__call__(hidden, confidences, masked, t, budget, attention_mask)
         return torch.where(((hidden[:, 0, 16] > 0) & self.when(t))[:, None], self.value, logits)
 
 

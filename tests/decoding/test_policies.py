@@ -19,7 +19,7 @@ class FromHidden:
     def __init__(self, selection):
         self.selection = selection
 
-    def __call__(self, hidden, confidences, masked, t, budget, attention):
+    def __call__(self, hidden, confidences, masked, t, budget, attention_mask):
         return 3 * hidden.sum(-1) + confidences.sum(-1) + (t / budget)[:, None]
 
 
@@ -54,15 +54,15 @@ def test_no_rule_is_left_out():
 
 def a_step(policy, seed=50):
     """Nothing but what the rule declares that it reads, and a memory in which something stands."""
-    case = random_case(seed, everywhere=policy.everywhere)
+    case = random_case(seed, reads_revealed=policy.reads_revealed)
     rows, L = case.step.masked.shape
     generator = torch.Generator().manual_seed(seed)
-    said = case.step.said | {"change": torch.rand(rows, L, dtype=torch.float64, generator=generator)}
+    stats = case.step.stats | {"change": torch.rand(rows, L, dtype=torch.float64, generator=generator)}
     memory = {
         name: torch.randint(0, 3, kept.shape, generator=generator)
-        for name, kept in policy.remember(rows, L, torch.device("cpu")).items()
+        for name, kept in policy.init_state(rows, L, torch.device("cpu")).items()
     }
-    seen = {"said": {name: said[name] for name in policy.reads}}
+    seen = {"stats": {name: stats[name] for name in policy.reads}}
     if not policy.reads:  # decides before the pass
         seen |= {name: torch.empty(0) for name in ("proposal", "hidden")}
     return replace(case.step, max_steps=case.step.max_steps + 3, memory=memory, **seen)  # a step for every block
@@ -80,7 +80,7 @@ def test_it_reads_what_it_declares_and_answers_in_booleans(policy):
     if decision.nothing_selected is not None:
         assert decision.nothing_selected.dtype == torch.bool
         assert decision.nothing_selected.shape == step.index.shape
-    assert set(decision.memory or {}) == set(policy.remember(1, 1, torch.device("cpu")))
+    assert set(decision.memory or {}) == set(policy.init_state(1, 1, torch.device("cpu")))
     for name, kept in (decision.memory or {}).items():
         assert kept.shape == step.memory[name].shape
         assert kept.dtype == step.memory[name].dtype
@@ -114,7 +114,7 @@ def test_it_leaves_what_it_is_told_alone(policy):
     step = a_step(policy)
     before = {field.name: getattr(step, field.name) for field in fields(Step)}
     copies = {name: value.clone() for name, value in before.items() if isinstance(value, Tensor)}
-    copies |= {f"{kind} {name}": value.clone() for kind in ("said", "memory") for name, value in before[kind].items()}
+    copies |= {f"{kind} {name}": value.clone() for kind in ("stats", "memory") for name, value in before[kind].items()}
     policy.decide(step)
     for name, value in copies.items():
         kind, _, key = name.partition(" ")
@@ -124,8 +124,8 @@ def test_it_leaves_what_it_is_told_alone(policy):
 def test_it_works_in_float32_too(policy):
     """What a model in half precision gives: float32 numbers, float64 draws."""
     step = a_step(policy)
-    said = {name: values.float() for name, values in step.said.items()}
-    decision = policy.decide(replace(step, said=said, hidden=step.hidden.float()))
+    stats = {name: values.float() for name, values in step.stats.items()}
+    decision = policy.decide(replace(step, stats=stats, hidden=step.hidden.float()))
     agree = (decision.reveal & step.masked) == (policy.decide(step).reveal & step.masked)
     assert agree.double().mean() > 0.99
 

@@ -220,7 +220,7 @@ def test_klass(tau, eps, h, confidence):
     policy = KLStable(tau, eps, h, confidence=confidence)
     rows = [replace(random_row(rng, L), i=0, S=rng.randint(2, 8), parts=KLASS_PARTS) for _ in range(100)]
     passes = [[] for _ in rows]  # [pass][position][token]
-    memory, by_stability, by_count = policy.remember(len(rows), L, torch.device("cpu")), 0, 0
+    memory, by_stability, by_count = policy.init_state(len(rows), L, torch.device("cpu")), 0, 0
     for _ in range(16):
         for row, history in zip(rows, passes, strict=True):
             if row.i == 0:
@@ -229,7 +229,7 @@ def test_klass(tau, eps, h, confidence):
             row.proposal = [rng.randrange(3) for _ in range(L)]
             history.append(row.weights)
         step = case_of(rows).step
-        step.said["change"] = tensor(  # before the second pass there is nothing to compare with
+        step.stats["change"] = tensor(  # before the second pass there is nothing to compare with
             [[kl(seen[-1][n], seen[-2][n]) if len(seen) > 1 else math.inf for n in range(L)] for seen in passes]
         )
         decision = policy.decide(replace(step, memory=memory))
@@ -330,7 +330,7 @@ class Says:
     def mask_token_id(self):
         return len(self.p)
 
-    def hidden(self, tokens, attention=None):
+    def hidden(self, tokens, attention_mask=None):
         return (torch.tensor(self.p, dtype=self.dtype).log() + self.shift).expand(*tokens.shape, -1)
 
     def logits(self, hidden):

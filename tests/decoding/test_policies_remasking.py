@@ -24,7 +24,7 @@ from tests.decoding.steps import (
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import P2, RDM, Policy, ReMDMCap, ReMDMConf, ReMDMRescale
 
-CASES = [random_case(seed, everywhere=True) for seed in range(30, 34)]
+CASES = [random_case(seed, reads_revealed=True) for seed in range(30, 34)]
 CERTAIN = [23, 0, 0, 0]
 all_rdm = pytest.mark.parametrize(
     ("schedule", "revise"), [(s, r) for s in ("cosine", "linear") for r in ("uncond", "cond")]
@@ -86,7 +86,7 @@ def test_rdm_linear_where_it_is_whole():
 
 def test_rdm_keeps_back_the_leftmost_of_equals():
     row = plain_row([CERTAIN] * 6, i=1, S=3, masked=[0, 2, 4])
-    case = case_of([row], everywhere=True)
+    case = case_of([row], reads_revealed=True)
     assert reveals(RDM(), case) == [{4}]
     assert remasks(RDM(), case) == [{1}]
 
@@ -95,7 +95,7 @@ def test_rdm_cond_needs_the_same_token_and_less_of_it():
     """All three are in L.  0: another proposal.  1: as sure as before.  2: less sure than before."""
     row = plain_row([[8, 7, 8, 0]] * 3 + [CERTAIN] * 3, i=1, S=3, masked=[], at_reveal=[9, 8, 9, 23, 23, 23])
     row.proposal = [2, 0, 0, 0, 0, 0]
-    case = case_of([row], everywhere=True)
+    case = case_of([row], reads_revealed=True)
     assert remasks(RDM("cosine", "cond"), case) == [{2}]
     assert remasks(RDM("cosine", "uncond"), case) == [{0, 1, 2}]
 
@@ -118,7 +118,7 @@ def test_p2():
 def test_p2_doubts_the_token_that_stands_there():
     """Where revealed it is p of the current token that counts, not of the new proposal."""
     row = plain_row([[1, 22, 0, 0], [20, 3, 0, 0], [18, 5, 0, 0]], i=1, S=3, masked=[2])
-    case = case_of([row], everywhere=True)
+    case = case_of([row], reads_revealed=True)
     assert remasks(P2(), case) == [{0}]
     assert reveals(P2(), case) == [{2}]
 
@@ -181,7 +181,7 @@ def test_remdm_probabilities_on_a_grid_of_draws(name, rule, i, S):
     """u = (g + 1/2) / GRID: the share of draws that reveal, or mask again, is the probability to 1 / GRID."""
     row = plain_row([CERTAIN] * 5, i=i, S=S, masked=[1, 4], at_reveal=[23, 1, 9, 16, 1])
     u = ((torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID)[:, None].expand(GRID, 6)
-    decision = rule.decide(repeated(case_of([row], everywhere=True).step, GRID, u))
+    decision = rule.decide(repeated(case_of([row], reads_revealed=True).step, GRID, u))
     sigmas = slow_sigmas(name, row, getattr(rule, "eta", None))
     for n in row.masked:
         expected = float(reveal_probability(sigmas[n], i, S))
@@ -198,7 +198,7 @@ def test_remdm_at_the_first_step(rule, sigma):
     rows = [
         plain_row([CERTAIN] * 2, i=0, S=5, masked=[1], u=[u, u, 0.0]) for u in (0.0, 0.199, 0.201, 0.29, 0.31, 0.999)
     ]
-    case = case_of(rows, everywhere=True)
+    case = case_of(rows, reads_revealed=True)
     assert [len(chosen) for chosen in reveals(rule, case)] == [1, 1, 0, 0, 0, 0]
     sigma = 1.0 if sigma is None else sigma  # conf: the softmax over one
     assert [len(chosen) for chosen in remasks(rule, case)] == [int(row.u[0] < sigma) for row in rows]
@@ -207,7 +207,7 @@ def test_remdm_at_the_first_step(rule, sigma):
 def test_remdm_conf_with_nothing_revealed():
     """A softmax over nothing must not poison the row: masks are revealed with probability 1/(S - i)."""
     rows = [plain_row([CERTAIN] * 3, i=2, S=6, u=[u] * 4) for u in (0.24, 0.26)]
-    case = case_of(rows, everywhere=True)
+    case = case_of(rows, reads_revealed=True)
     assert reveals(ReMDMConf(), case) == [{0, 1, 2}, set()]
     assert remasks(ReMDMConf(), case) == [set(), set()]
 
@@ -221,7 +221,7 @@ def test_remdm_conf_doubts_the_unsure_most():
             draws = [0.9] * 4
             draws[n] = u
             row = plain_row([CERTAIN] * 3, i=2, S=4, masked=[], at_reveal=[23, 12, 1], u=draws)
-            assert remasks(ReMDMConf(), case_of([row], everywhere=True)) == [expected]
+            assert remasks(ReMDMConf(), case_of([row], reads_revealed=True)) == [expected]
 
 
 # --- whole generations ------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_all_steps_are_taken_also_after_the_sequence_is_full(rule):
 @pytest.mark.parametrize("rule", [RDM(), P2(), ReMDMCap(1.0), ReMDMRescale(1.0), ReMDMConf()], ids=str)
 def test_a_full_sequence_may_be_masked_again(rule):
     row = plain_row([[6, 6, 6, 5]] * 6, i=1, S=3, masked=[], u=[0.01] * 7)
-    case = case_of([row], everywhere=True)
+    case = case_of([row], reads_revealed=True)
     assert remasks(rule, case)[0]
     assert reveals(rule, case) == [set()]
 
@@ -316,7 +316,7 @@ class Watched(Policy):
     """A rule whose draws are kept."""
 
     rule: Policy
-    short = "watched"
+    key = "watched"
     remasks = True
     draws: list = field(default_factory=list)
 
@@ -367,9 +367,9 @@ class Canvases:
     def mask_token_id(self):
         return self.denoiser.mask_token_id
 
-    def hidden(self, tokens, attention=None):
+    def hidden(self, tokens, attention_mask=None):
         self.seen.append(tokens.clone())
-        return self.denoiser.hidden(tokens, attention)
+        return self.denoiser.hidden(tokens, attention_mask)
 
     def logits(self, hidden):
         return self.denoiser.logits(hidden)

@@ -99,11 +99,11 @@ def test_dilated_blocks():
 class Paced(Policy):
     """Reveals the leftmost `pace` masks, and keeps what it was told."""
 
-    short = "paced"
+    key = "paced"
     pace: int = 1
     told: list = field(default_factory=list)
 
-    def remember(self, rows, length, device):
+    def init_state(self, rows, length, device):
         return {"calls": torch.zeros(rows, dtype=torch.long)}
 
     def decide(self, step):
@@ -210,7 +210,7 @@ def test_blocks_by_direct_calls():
     policy = Blocks(4, LeftToRight())
     row = plain_row([[23, 0, 0, 0]] * 10, S=7)
     case = case_of([row])
-    memory, masked, seen = policy.remember(1, 10, torch.device("cpu")), set(range(10)), []
+    memory, masked, seen = policy.init_state(1, 10, torch.device("cpu")), set(range(10)), []
     for i in range(6):
         step = replace(case.step, index=torch.tensor([i]), masked=places([masked], 10), memory=memory)
         decision = policy.decide(step)
@@ -227,7 +227,7 @@ def test_blocks_reveal_nothing_outside_the_block():
     row = plain_row([[23, 0, 0, 0]] * 8, S=4, response=[2, 3, 5, 6, 7], masked=[3, 5, 6, 7])
     case = case_of([row])
     policy = Blocks(2, Threshold(0.5))
-    step = replace(case.step, memory=policy.remember(1, 8, torch.device("cpu")))
+    step = replace(case.step, memory=policy.init_state(1, 8, torch.device("cpu")))
     assert positions(policy.decide(step).reveal[0]) == {3}
 
 

@@ -102,7 +102,7 @@ def test_the_list_above_holds_every_rule_with_and_without_its_defaults():
         for parameter in dataclasses.fields(kind):
             if parameter.repr:
                 values = [getattr(rule, parameter.name) for rule, _ in RULE_NAMES if type(rule) is kind]
-                assert any(value != values[0] for value in values), f"{kind.short}: {parameter.name} never varies"
+                assert any(value != values[0] for value in values), f"{kind.key}: {parameter.name} never varies"
 
 
 @pytest.mark.parametrize(
@@ -382,6 +382,6 @@ def test_usage_shows_a_string_that_can_be_read(rule):
 
 
 def test_short_names_are_plain():
-    for short, rule in RULES.items():
-        assert rule.short == short
-        assert re.fullmatch(r"[a-z][a-z0-9-]*", short)
+    for key, rule in RULES.items():
+        assert rule.key == key
+        assert re.fullmatch(r"[a-z][a-z0-9-]*", key)

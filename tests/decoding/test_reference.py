@@ -24,8 +24,8 @@ class Blurred:
         self.denoiser, self.size = denoiser, size
         self.mask_token_id = denoiser.mask_token_id
 
-    def hidden(self, tokens, attention=None):
-        states = self.denoiser.hidden(tokens, attention)
+    def hidden(self, tokens, attention_mask=None):
+        states = self.denoiser.hidden(tokens, attention_mask)
         noise = torch.randn(states.shape[-1], dtype=states.dtype, generator=torch.Generator().manual_seed(0))
         return states + self.size * noise
 

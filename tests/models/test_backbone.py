@@ -8,8 +8,8 @@ from unmask.models.backbone import (
     Layout,
     Spans,
     attended,
-    in_eights,
     packed_length,
+    pad_heads,
     rotary_angles,
     rotate,
     spare_rows,
@@ -43,11 +43,11 @@ def tokens(*shape, seed=0):
 def padded(sequences, side, filler):
     """[B, L] with `filler` [B, L] on the padding, and its attention."""
     length = max(len(sequence) for sequence in sequences)
-    canvas, attention = filler[:, :length].clone(), torch.zeros(len(sequences), length, dtype=torch.bool)
+    canvas, attention_mask = filler[:, :length].clone(), torch.zeros(len(sequences), length, dtype=torch.bool)
     for row, sequence in enumerate(sequences):
         where = slice(0, len(sequence)) if side == "right" else slice(length - len(sequence), length)
-        canvas[row, where], attention[row, where] = sequence, True
-    return canvas, attention
+        canvas[row, where], attention_mask[row, where] = sequence, True
+    return canvas, attention_mask
 
 
 @torch.no_grad()
@@ -56,11 +56,11 @@ def padded(sequences, side, filler):
 def test_a_sequence_is_the_same_alone_and_in_a_batch_padded_on_either_side(options, side):
     trunk = backbone(**options)
     sequences = [tokens(length, seed=length) for length in (5, 1, 9, 4)]
-    canvas, attention = padded(sequences, side, tokens(4, 9, seed=50))
-    batch = trunk(canvas, attention)
+    canvas, attention_mask = padded(sequences, side, tokens(4, 9, seed=50))
+    batch = trunk(canvas, attention_mask)
     for row, sequence in enumerate(sequences):
         alone = trunk(sequence[None])[0]
-        assert torch.allclose(batch[row, attention[row]], alone, rtol=0, atol=1e-12)
+        assert torch.allclose(batch[row, attention_mask[row]], alone, rtol=0, atol=1e-12)
 
 
 @torch.no_grad()
@@ -69,9 +69,9 @@ def test_padding_has_no_influence(options):
     trunk = backbone(**options)
     sequences = [tokens(length, seed=length) for length in (3, 8)]
     for side in ("left", "right"):
-        one, attention = padded(sequences, side, tokens(2, 8, seed=1))
+        one, attention_mask = padded(sequences, side, tokens(2, 8, seed=1))
         other, _ = padded(sequences, side, (tokens(2, 8, seed=1) + 1) % NUM_TOKENS)
-        assert torch.equal(trunk(one, attention)[attention], trunk(other, attention)[attention])
+        assert torch.equal(trunk(one, attention_mask)[attention_mask], trunk(other, attention_mask)[attention_mask])
 
 
 @torch.no_grad()
@@ -209,10 +209,10 @@ def rows_of(side="left"):
     return padded(sequences, side, tokens(3, 8, seed=9))
 
 
-def masked_layout(x, attention):
+def masked_layout(x, attention_mask):
     """The layout of a compiled program: padding stays and is masked."""
-    positions = (attention.long().cumsum(-1) - 1).clamp(min=0)
-    return Layout(positions, attention[:, None, None, :], None, tuple(x.shape))
+    positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+    return Layout(positions, attention_mask[:, None, None, :], None, tuple(x.shape))
 
 
 @pytest.mark.parametrize("spare", [0, 3, 19])
@@ -221,25 +221,25 @@ def masked_layout(x, attention):
 def test_packing_changes_nothing_but_the_padding(side, options, spare, monkeypatch):
     """Nor do places that fill a row up, as on a GPU."""
     monkeypatch.setattr("unmask.models.backbone.packed_length", lambda num_tokens, device: num_tokens + spare)
-    trunk, (x, attention) = backbone(**options), rows_of(side)
-    packed, layout = trunk(x, attention), Layout.of(x, attention, torch.float64)
+    trunk, (x, attention_mask) = backbone(**options), rows_of(side)
+    packed, layout = trunk(x, attention_mask), Layout.of(x, attention_mask, torch.float64)
     assert layout.positions.shape == (1, 16 + spare), "half of the places would be padding"
     assert layout.attend.ends.diff().tolist() == [8, 3, 5, *{0: [], 3: [3], 19: [8, 8, 3]}[spare]]
-    assert (packed[~attention] == 0).all()
-    masked = trunk(x, masked_layout(x, attention))
-    assert torch.allclose(packed[attention], masked[attention], rtol=0, atol=1e-12)
+    assert (packed[~attention_mask] == 0).all()
+    masked = trunk(x, masked_layout(x, attention_mask))
+    assert torch.allclose(packed[attention_mask], masked[attention_mask], rtol=0, atol=1e-12)
     gradients = []
     for out in (packed, masked):
         trunk.zero_grad()
-        out[attention].square().sum().backward()
+        out[attention_mask].square().sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in trunk.parameters()]))
     assert torch.allclose(*gradients, rtol=0, atol=1e-10)
     assert gradients[0].abs().max() > 1e-3
 
 
 def test_a_known_number_of_tokens_gives_the_same_layout():
-    x, attention = rows_of()
-    waiting, knowing = (Layout.of(x, attention, torch.float64, count) for count in (None, 16))
+    x, attention_mask = rows_of()
+    waiting, knowing = (Layout.of(x, attention_mask, torch.float64, count) for count in (None, 16))
     assert torch.equal(waiting.at, knowing.at)
     assert torch.equal(waiting.positions, knowing.positions)
     assert waiting.attend.ends.tolist() == knowing.attend.ends.tolist() == [0, 8, 11, 16]
@@ -266,22 +266,22 @@ def test_on_a_gpu_rows_hold_few_numbers_of_sequences():
 
 @pytest.mark.parametrize("empty", [1, 5])
 def test_empty_sequences_change_nothing(empty, monkeypatch):
-    x, attention = rows_of()
+    x, attention_mask = rows_of()
     trunk = backbone()
-    plain = trunk(x, attention)
+    plain = trunk(x, attention_mask)
     monkeypatch.setattr("unmask.models.backbone.spare_rows", lambda *given: empty)
-    layout = Layout.of(x, attention, torch.float64)
+    layout = Layout.of(x, attention_mask, torch.float64)
     assert layout.attend.ends.diff().tolist() == [8, 3, 5, *[0] * empty]
     assert torch.equal(trunk(x, layout), plain)
 
 
 def test_take_and_put_are_inverse_where_nothing_is_padded():
-    x, attention = rows_of()
-    layout = Layout.of(x, attention, torch.float64)
+    x, attention_mask = rows_of()
+    layout = Layout.of(x, attention_mask, torch.float64)
     values = torch.arange(24.0).view(3, 8)
     taken = layout.take(values)
-    assert torch.equal(taken[0], values[attention])
-    assert torch.equal(layout.put(taken), values * attention)
+    assert torch.equal(taken[0], values[attention_mask])
+    assert torch.equal(layout.put(taken), values * attention_mask)
 
 
 def test_spans_keep_sequences_apart_and_may_be_empty():
@@ -298,31 +298,31 @@ def test_spans_keep_sequences_apart_and_may_be_empty():
 def test_heads_filled_up_to_eights_attend_as_before(width):
     """What CUDA's variable-length attention asks for; a selector a quarter as wide as SmolLM2 has heads of 36."""
     states = torch.randn(3, 1, 5, 2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    filled = in_eights(*states)
+    filled = pad_heads(*states)
     assert all(part.shape[-1] == -(-width // 8) * 8 for part in filled)
     wanted = attended(*states, None)
     assert torch.allclose(attended(*filled, None)[..., :width], wanted, atol=1e-12)
 
 
 def test_nothing_is_packed_inside_a_compiled_program():
-    x, attention = rows_of()
+    x, attention_mask = rows_of()
     seen = []
 
-    def forward(x, attention):
-        seen.append(Layout.of(x, attention, torch.float64))
+    def forward(x, attention_mask):
+        seen.append(Layout.of(x, attention_mask, torch.float64))
         return seen[-1].positions
 
-    torch.compile(forward, backend="eager")(x, attention)
+    torch.compile(forward, backend="eager")(x, attention_mask)
     assert seen[0].at is None
     assert seen[0].attend is not None
 
 
 def test_the_residual_stream_is_in_autocasts_dtype():
-    trunk, (x, attention) = backbone().float(), rows_of()
-    for given in (attention, None):
+    trunk, (x, attention_mask) = backbone().float(), rows_of()
+    for given in (attention_mask, None):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             half = trunk(x, given)
         assert half.dtype == torch.bfloat16
         full = trunk(x, given)
         assert full.dtype == torch.float32
-        assert (half[attention] - full[attention]).abs().max() < 0.1 * full.abs().max()
+        assert (half[attention_mask] - full[attention_mask]).abs().max() < 0.1 * full.abs().max()

@@ -59,11 +59,11 @@ def test_a_shifted_denoiser_reads_the_token_before_whatever_the_padding(side):
     assert torch.allclose(shifted(alone), wanted, rtol=0, atol=1e-12)
     assert not torch.allclose(shifted(alone)[:, 1:], plain(alone)[:, 1:], atol=1e-3)
     rest = torch.randint(V + 1, (1, 3), generator=generator(1))
-    attention = torch.ones(1, 9, dtype=torch.bool)
-    attention[:, :3] = side == "right"
-    attention[:, 6:] = side == "left"
+    attention_mask = torch.ones(1, 9, dtype=torch.bool)
+    attention_mask[:, :3] = side == "right"
+    attention_mask[:, 6:] = side == "left"
     padded = torch.cat([alone, rest] if side == "right" else [rest, alone], dim=1)
-    assert torch.allclose(shifted(padded, attention)[attention], wanted[0], rtol=0, atol=1e-12)
+    assert torch.allclose(shifted(padded, attention_mask)[attention_mask], wanted[0], rtol=0, atol=1e-12)
 
 
 # --- selector ---------------------------------------------------------------------------------------------------------
@@ -137,18 +137,18 @@ def test_the_selector_sees_neither_padding_nor_other_rows(side, positions):
     network, lengths, L = selector(positions=positions), (4, 7, 2), 7
     hidden, confidences, masked = selector_input(3, L, seed=7)  # what stands on the padding is junk
     times = torch.tensor([1, 3, 8])
-    attention = torch.zeros(3, L, dtype=torch.bool)
+    attention_mask = torch.zeros(3, L, dtype=torch.bool)
     rows = []
     for row, length in enumerate(lengths):
         where = slice(0, length) if side == "right" else slice(L - length, L)
         own = selector_input(1, length, seed=row)
-        attention[row, where] = True
+        attention_mask[row, where] = True
         for canvas, values in zip((hidden, confidences, masked), own, strict=True):
             canvas[row, where] = values[0]
         rows.append(network(*own, times[row : row + 1], 9)[0])
-    batch = network(hidden, confidences, masked, times, 9, attention)
+    batch = network(hidden, confidences, masked, times, 9, attention_mask)
     for row, alone in enumerate(rows):
-        assert torch.allclose(batch[row, attention[row]], alone, rtol=0, atol=1e-6)  # logits leave as float32
+        assert torch.allclose(batch[row, attention_mask[row]], alone, rtol=0, atol=1e-6)  # logits leave as float32
 
 
 @torch.no_grad()
@@ -219,9 +219,9 @@ def test_scores_depend_on_the_prompt_and_not_on_padding():
     other_prompt[0, 0] = (x[0, 0] + 1) % V
     other_padding[0, 6:] = (x[0, 6:] + 1) % V
     assert ((scorer(other_prompt) - scorer(x))[0, 1:].abs() > 1e-7).all()
-    attention = torch.arange(8)[None] < 6
-    assert torch.equal(scorer(other_padding, attention)[0, :6], scorer(x, attention)[0, :6])
-    assert torch.allclose(scorer(x, attention)[0, :6], scorer(x[:, :6])[0], atol=1e-6)
+    attention_mask = torch.arange(8)[None] < 6
+    assert torch.equal(scorer(other_padding, attention_mask)[0, :6], scorer(x, attention_mask)[0, :6])
+    assert torch.allclose(scorer(x, attention_mask)[0, :6], scorer(x[:, :6])[0], atol=1e-6)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from unmask.models.pretrained import load_causal
+from unmask.models.importers.pretrained import load_causal
 
 
 def test_code_that_comes_with_a_model_is_not_run(tmp_path, monkeypatch):

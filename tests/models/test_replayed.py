@@ -8,7 +8,7 @@ import torch
 
 from tests.training.small import small_model
 from unmask.models.backbone import Backbone, BackboneConfig, Layout, Spans
-from unmask.models.replayed import Recorded, Replayed
+from unmask.models.cuda_graphs import Recorded, Replayed
 from unmask.training.compiled import compiled_networks
 
 
@@ -29,9 +29,9 @@ def trunk_and_rows(device):
 def outputs(trunk, rows, grad=False, draws=6):
     found = []
     for draw in range(draws):
-        tokens, attention = rows(draw)
+        tokens, attention_mask = rows(draw)
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda), torch.set_grad_enabled(grad):
-            found.append(trunk(tokens, Layout.of(tokens, attention, torch.bfloat16)))
+            found.append(trunk(tokens, Layout.of(tokens, attention_mask, torch.bfloat16)))
     return found
 
 

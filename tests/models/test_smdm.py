@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
 from unmask.models.backbone import SIZES, BackboneConfig
+from unmask.models.importers.smdm import _translated, load_smdm
 from unmask.models.networks import Denoiser
-from unmask.models.smdm import _translated, load_smdm
 
 V, EPS = 13, 1e-5
 

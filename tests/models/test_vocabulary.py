@@ -3,7 +3,7 @@ import json
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from unmask.models.vocabulary import cut_tokenizer, ids_in, vocabulary_of
+from unmask.models.importers.vocabulary import cut_tokenizer, ids_in, vocabulary_of
 
 TEXTS = ["Natalia sold 48 clips in April, and half as many in May.", "She sold 48 / 2 = 24 clips in May.\n#### 24"]
 OTHERS = ["", " ", "zebra quagga", "Größe 日本語 🙂", "\x00\x7f\t\r\n  x  ", "<|end|> and <|end|>", "\U0010ffff"]

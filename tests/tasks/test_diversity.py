@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unmask.tasks.addition import Addition
-from unmask.tasks.chain import Chain
 from unmask.tasks.diversity import distinct_range, sequence_codes
-from unmask.tasks.groups import Groups
-from unmask.tasks.latin_square import LatinSquare
-from unmask.tasks.permutation import Permutation
+from unmask.tasks.puzzles.addition import Addition
+from unmask.tasks.puzzles.chain import Chain
+from unmask.tasks.puzzles.groups import Groups
+from unmask.tasks.puzzles.latin_square import LatinSquare
+from unmask.tasks.puzzles.permutation import Permutation
 
 
 def num_distinct(tokens):

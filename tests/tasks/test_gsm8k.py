@@ -18,15 +18,15 @@ import torch
 from tokenizers import Tokenizer
 
 from unmask.cli import main
-from unmask.models.vocabulary import vocabulary_of
+from unmask.models.importers.vocabulary import vocabulary_of
 from unmask.tasks import make_task
-from unmask.tasks.arithmetic import Style, decimals_of, exact, parse
-from unmask.tasks.byte_pairs import MARKS, Ragged, decode, train_tokenizer
-from unmask.tasks.gsm8k import GSM8K, fingerprint
-from unmask.tasks.held_out import HELD_OUT, leaked, make_splits
-from unmask.tasks.resampling import _choices, find_numbers, template_of
+from unmask.tasks.gsm8k.arithmetic import Style, decimals_of, exact, parse
+from unmask.tasks.gsm8k.byte_pairs import MARKS, Ragged, decode, train_tokenizer
+from unmask.tasks.gsm8k.gsm8k import GSM8K, fingerprint
+from unmask.tasks.gsm8k.held_out import HELD_OUT, leaked, make_splits
+from unmask.tasks.gsm8k.resampling import _choices, find_numbers, template_of
+from unmask.tasks.gsm8k.word_problems import Problem, answer_in, read_problems, same_text, without_numbers
 from unmask.tasks.task import check_task
-from unmask.tasks.word_problems import Problem, answer_in, read_problems, same_text, without_numbers
 
 THINGS = ("pears", "stamps", "shells", "marbles", "tulips", "bricks", "coins", "kites", "buttons", "candles")
 PEOPLE = ("Ada", "Ben", "Cleo", "Dov")
@@ -466,11 +466,11 @@ def test_padding_and_filling(task):
     assert examples.tokens.shape == (30, task.length)
     assert examples.tokens.dtype == torch.int64
     assert torch.equal(examples.response, (torch.arange(task.length) >= 90).expand(30, -1))
-    for tokens, attention in zip(examples.tokens, examples.attention, strict=True):
-        start = int(attention.long().argmax())
+    for tokens, attention_mask in zip(examples.tokens, examples.attention_mask, strict=True):
+        start = int(attention_mask.long().argmax())
         assert start > 0
-        assert attention[start:].all()
-        assert not attention[:start].any()
+        assert attention_mask[start:].all()
+        assert not attention_mask[:start].any()
         assert (tokens[:start] == 0).all()
         assert (tokens[start:90] != 0).all()
         response = tokens[90:].tolist()
@@ -479,7 +479,7 @@ def test_padding_and_filling(task):
     train = read_problems(task.folder, "train")
     shown = {
         decode(task._tokens.tokenizer, row[mask][:-72].tolist())
-        for row, mask in zip(examples.tokens, examples.attention, strict=True)
+        for row, mask in zip(examples.tokens, examples.attention_mask, strict=True)
     }
     assert shown <= {p.question for p in train}, "the problems as they came are first"
     assert {task.answer_text(row) for row in examples.tokens} <= {p.written("equations") for p in train}
@@ -492,7 +492,7 @@ def test_examples_are_pure_and_go_round(task):
     assert torch.equal(together.tokens[0], together.tokens[2])
     for i in range(4):
         alone = replace(task).examples(ids[i : i + 1], "train")
-        for field in ("tokens", "response", "attention"):
+        for field in ("tokens", "response", "attention_mask"):
             assert torch.equal(getattr(alone, field)[0], getattr(together, field)[i])
     assert len(task.examples(torch.arange(0), "test")) == 0
     with pytest.raises(ValueError, match=r"^unknown split 'dev': use train or test$"):
@@ -608,7 +608,7 @@ def test_a_pretrained_tokenizer_is_cut(folder, task, pretrained):
     for split in ("train", "test"):
         examples = ours.examples(torch.arange(4), split)
         assert int(examples.tokens.max()) < len(ours.vocabulary)
-        first = examples.tokens[0][examples.attention[0]]
+        first = examples.tokens[0][examples.attention_mask[0]]
         text = ours.text_tokenizer.decode(first.tolist(), skip_special_tokens=False)
         assert text.startswith(tuple(PEOPLE))
 
@@ -668,7 +668,7 @@ def test_from_the_command_line(folder, tmp_path, capsys):
 
 
 def test_the_cache_is_read_and_never_stale(tmp_path, monkeypatch):
-    from unmask.tasks import gsm8k
+    from unmask.tasks.gsm8k import gsm8k
 
     write_jsonl(tmp_path / "train.jsonl", many())
     write_jsonl(tmp_path / "test.jsonl", TEST)

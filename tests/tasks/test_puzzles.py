@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from unmask.tasks import TASKS, make_task
-from unmask.tasks.addition import Addition
-from unmask.tasks.chain import Chain
-from unmask.tasks.groups import Groups
-from unmask.tasks.latin_square import LatinSquare, latin_squares
-from unmask.tasks.parity_dag import ParityDag
-from unmask.tasks.permutation import Permutation
+from unmask.tasks.puzzles.addition import Addition
+from unmask.tasks.puzzles.chain import Chain
+from unmask.tasks.puzzles.groups import Groups
+from unmask.tasks.puzzles.latin_square import LatinSquare, latin_squares
+from unmask.tasks.puzzles.parity_dag import ParityDag
+from unmask.tasks.puzzles.permutation import Permutation
 from unmask.tasks.task import Examples
 
 DEFAULT = [make_task(name) for name in TASKS if name not in ("gsm8k", "text")]  # which is no puzzle
@@ -125,10 +125,10 @@ def assert_follows(observed, probabilities):
 @every(DEFAULT + OTHER)
 def test_shapes_and_layout(task):
     examples = task.examples(torch.arange(50), "train")
-    assert examples.tokens.shape == examples.response.shape == examples.attention.shape == (50, task.length)
+    assert examples.tokens.shape == examples.response.shape == examples.attention_mask.shape == (50, task.length)
     assert examples.tokens.dtype == torch.int64
-    assert examples.response.dtype == examples.attention.dtype == torch.bool
-    assert examples.attention.all()
+    assert examples.response.dtype == examples.attention_mask.dtype == torch.bool
+    assert examples.attention_mask.all()
     assert examples.response.any(-1).all()
     assert examples.response.all() == task.unconditional
     assert examples.tokens.min() >= 0
@@ -149,7 +149,7 @@ def test_examples_are_pure(task):
     backwards = type(task)(**vars_of(task)).examples(ids.flip(0), "test")  # a new object: nothing cached
     for i in range(len(ids)):
         alone = task.examples(ids[i : i + 1], "test")
-        for field in ("tokens", "response", "attention"):
+        for field in ("tokens", "response", "attention_mask"):
             assert torch.equal(getattr(alone, field)[0], getattr(together, field)[i])
             assert torch.equal(getattr(backwards, field)[-1 - i], getattr(together, field)[i])
 
@@ -258,7 +258,9 @@ def test_asked_for_the_sum_only():
     a, b = (10 * example.tokens[0, i].item() + example.tokens[0, i + 1].item() for i in (0, 2))
     answers = torch.tensor(list(itertools.product(range(10), repeat=3)))
     tokens = torch.cat([example.tokens[:, :4].expand(1000, 4), answers], dim=-1)
-    examples = Examples(*(tensor.expand(1000, -1) for tensor in (example.tokens, example.response, example.attention)))
+    examples = Examples(
+        *(tensor.expand(1000, -1) for tensor in (example.tokens, example.response, example.attention_mask))
+    )
     assert task.valid(tokens, examples).nonzero().tolist() == [[a + b]]
     assert task.log_likelihood(tokens, examples)[a + b] == task.entropy == 0
     assert (task.min_steps, task.unconditional) == (1, False)
@@ -300,7 +302,9 @@ def test_latin_square_likelihood_sums_to_one(clues):
     squares = latin_squares()
     examples = task.examples(torch.arange(5), "test")
     for i, clue in enumerate(given(examples)):
-        repeated = Examples(*(t[i].expand(576, -1) for t in (examples.tokens, examples.response, examples.attention)))
+        repeated = Examples(
+            *(t[i].expand(576, -1) for t in (examples.tokens, examples.response, examples.attention_mask))
+        )
         p = task.log_likelihood(squares, repeated).exp()
         assert p.sum() == pytest.approx(1, abs=1e-12)
         assert (p > 0).tolist() == [right(task, square, clue) for square in squares.tolist()]

@@ -12,11 +12,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tests.training.small import contents
+from unmask.recipe import load_recipe
 from unmask.tasks import make_task
-from unmask.tasks import shards as shards_module
-from unmask.tasks.shards import Place, ShardError, TokenCache, Visits, hash_shards, read_hashes, read_texts
 from unmask.tasks.task import check_task
-from unmask.training.recipe import load_recipe
+from unmask.tasks.text import shards as shards_module
+from unmask.tasks.text.shards import Place, ShardError, TokenCache, Visits, hash_shards, read_hashes, read_texts
 from unmask.training.run import train
 
 LINES = [f"line {i} " + "x" * (i * 7 % 23) for i in range(40)]
@@ -73,7 +73,9 @@ def test_a_bad_line_is_named(shards, line):
 
 
 def decoded(task, examples):
-    return [bytes(row[real].tolist()).decode() for row, real in zip(examples.tokens, examples.attention, strict=True)]
+    return [
+        bytes(row[real].tolist()).decode() for row, real in zip(examples.tokens, examples.attention_mask, strict=True)
+    ]
 
 
 def test_the_examples_are_the_texts(shards, tmp_path):
@@ -84,7 +86,7 @@ def test_the_examples_are_the_texts(shards, tmp_path):
     assert decoded(task, task.examples(torch.arange(len(pieces)), "train")) == pieces
     assert "".join(decoded(task, task.examples(torch.arange(task.test_examples), "test"))) == "".join(LINES[4::5])
     examples = task.examples(torch.arange(5), "train")
-    assert torch.equal(examples.response, examples.attention)
+    assert torch.equal(examples.response, examples.attention_mask)
     assert task.valid(examples.tokens, examples).all()
 
 

@@ -15,7 +15,7 @@ HANGS = 1800  # seconds after which a child is given up: half a minute of work o
 MOMENTS = {
     "update": "unmask.training.loop:_backward",
     "metrics": "unmask.training.metrics:Metrics.write",
-    "tensors": "unmask.training.checkpoints:save_file",
+    "tensors": "unmask.training.checkpoint:save_file",
     "fingerprint": "unmask.files:fingerprint",
     "sync": "unmask.files:sync",
     "rename": "pathlib:Path.rename",
@@ -25,7 +25,7 @@ MOMENTS = {
     "stage": "unmask.training.run:save_stage",
     "model": "unmask.models.order_model:save_file",
     "finish": "unmask.training.run:finish",
-    "sweep": "unmask.training.folder:sweep",
+    "sweep": "unmask.training.run_folder:sweep",
 }
 
 

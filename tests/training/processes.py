@@ -12,11 +12,11 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from tests.training.small import FixedTask, padded, small_model
+from unmask.recipe import Optimisation, load_recipe
 from unmask.training import loop
-from unmask.training.keeper import Stopped
+from unmask.training.checkpointer import Stopped
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import DenoiseObjective, OrderObjective
-from unmask.training.recipe import Optimisation, load_recipe
 from unmask.training.run import train
 from unmask.variational.estimators import LeaveOneOut, MovingAverage
 

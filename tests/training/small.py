@@ -93,18 +93,22 @@ def padded(sequences: list[list[int]], responses: list[list[bool]], left: bool =
     """Examples of different lengths in one batch, padded on one side, by `extra` more than needed."""
     length = max(map(len, sequences)) + extra
     shape = (len(sequences), length)
-    tokens, response, attention = torch.zeros(shape, dtype=torch.long), torch.zeros(shape).bool(), torch.zeros(shape)
+    tokens, response, attention_mask = (
+        torch.zeros(shape, dtype=torch.long),
+        torch.zeros(shape).bool(),
+        torch.zeros(shape),
+    )
     for row, (sequence, where) in enumerate(zip(sequences, responses, strict=True)):
         place = slice(length - len(sequence), length) if left else slice(len(sequence))
         tokens[row, place] = torch.tensor(sequence)
         response[row, place] = torch.tensor(where)
-        attention[row, place] = 1
-    return Examples(tokens, response, attention.bool())
+        attention_mask[row, place] = 1
+    return Examples(tokens, response, attention_mask.bool())
 
 
 def single(examples: Examples, row: int) -> tuple[Tensor, Tensor]:
     """The tokens and the response of one row without its padding."""
-    real = examples.attention[row]
+    real = examples.attention_mask[row]
     return examples.tokens[row][real], examples.response[row][real]
 
 
@@ -129,7 +133,7 @@ class FixedTask:
 
     def examples(self, ids: Tensor, split: str) -> Examples:
         row = ids % len(self.rows)
-        return Examples(self.rows.tokens[row], self.rows.response[row], self.rows.attention[row])
+        return Examples(self.rows.tokens[row], self.rows.response[row], self.rows.attention_mask[row])
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
         return (tokens == examples.tokens).all(-1)

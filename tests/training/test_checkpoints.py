@@ -9,8 +9,8 @@ import torch
 
 from tests.training.small import contents
 from unmask import files
-from unmask.training import checkpoints as module
-from unmask.training.checkpoints import CheckpointError, CheckpointFolder, read_checkpoint
+from unmask.training import checkpoint as module
+from unmask.training.checkpoint import CheckpointError, CheckpointFolder, read_checkpoint
 
 TENSORS = {"weights/a": torch.arange(6.0).reshape(2, 3), "baseline/seen": torch.tensor([True, False])}
 FACTS = {"skipped": 2, "recipe": {"seed": 3}, "best": float("-inf")}

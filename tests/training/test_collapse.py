@@ -10,13 +10,13 @@ from accelerate import Accelerator
 from torch import nn
 
 from tests.training.small import TINY_RECIPE, FixedTask, json_lines, padded
-from unmask.tasks.groups import Groups
-from unmask.training.checkpoints import Checkpoint
+from unmask.recipe import Optimisation, load_recipe
+from unmask.tasks.puzzles.groups import Groups
+from unmask.training.checkpoint import Checkpoint
 from unmask.training.collapse import PATIENCE, CollapseGuard
 from unmask.training.loop import _judge, run_stage
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import Outcome
-from unmask.training.recipe import Optimisation, load_recipe
 from unmask.training.run import train
 from unmask.training.state import StageState, copied
 

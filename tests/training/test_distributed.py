@@ -12,8 +12,8 @@ import torch
 from tests.training.processes import CASES, UPDATES, curve, train_with_a_stop
 from tests.training.small import TINY_RECIPE, json_lines
 from unmask.models.order_model import OrderModel
+from unmask.recipe import load_recipe
 from unmask.training.loop import run_stage
-from unmask.training.recipe import load_recipe
 from unmask.training.run import train
 
 SETTINGS = [
@@ -111,7 +111,7 @@ def test_the_shards_were_shards(two):
 
 
 def test_a_batch_too_small_for_its_micro_batches_is_refused(tmp_path):
-    from unmask.training.recipe import Optimisation
+    from unmask.recipe import Optimisation
 
     class Many:
         num_processes = 3

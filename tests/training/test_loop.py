@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from tests.training.small import FixedTask, json_lines, padded, same, small_model, weights
-from unmask.streams import Purpose, integers
+from unmask.recipe import Optimisation
+from unmask.rng import Purpose, integers
 from unmask.tasks import make_task
 from unmask.training.loop import (
     NonFiniteError,
@@ -23,7 +24,6 @@ from unmask.training.loop import (
 )
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import DenoiseObjective, OrderObjective, Outcome
-from unmask.training.recipe import Optimisation
 from unmask.variational.estimators import LeaveOneOut, MovingAverage
 
 BUDGET, K = 3, 2
@@ -345,12 +345,14 @@ BAD = {
 }
 
 
-def run_stub(tmp_path, bad, keeper=None, **values):
+def run_stub(tmp_path, bad, checkpointer=None, **values):
     stub = Stub(loss=bad)
     path = tmp_path / "metrics.jsonl"
     how = stage(**{"updates": 9, **values})
     try:
-        run_stage("stub", 0, stub, stub.rates(), how, TASK, 0, Accelerator(cpu=True), Metrics(path), keeper=keeper)
+        run_stage(
+            "stub", 0, stub, stub.rates(), how, TASK, 0, Accelerator(cpu=True), Metrics(path), checkpointer=checkpointer
+        )
     finally:
         stub.recorded = json_lines(path)
     return stub

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.training.small import padded, single, small_model
 from unmask.models.backbone import scatter
-from unmask.streams import stratified
+from unmask.rng import stratified
 from unmask.tasks.task import Examples
 from unmask.training import objectives
 from unmask.training.objectives import (
@@ -25,7 +25,7 @@ from unmask.training.objectives import (
     mask_uniformly,
     saturation,
 )
-from unmask.training.reading import placed
+from unmask.training.reading import with_layout
 from unmask.training.teacher import first_logits, parse_teacher, reveal_steps
 from unmask.variational.enumeration import TinyModel, posterior_chain
 from unmask.variational.estimators import LeaveOneOut, MovingAverage, NoBaseline
@@ -49,7 +49,7 @@ def every_mask():
 
 
 def repeated(count):
-    return Examples(*(x.expand(count, -1) for x in (ONE.tokens, ONE.response, ONE.attention)))
+    return Examples(*(x.expand(count, -1) for x in (ONE.tokens, ONE.response, ONE.attention_mask)))
 
 
 @torch.no_grad()
@@ -154,7 +154,7 @@ def test_prompt_and_padding_are_never_masked():
     masked = masks_of(examples, u, 0, torch.arange(200))
     assert masked.any(-1).all()
     assert not (masked & ~examples.response).any()
-    assert not (masked & ~examples.attention).any()
+    assert not (masked & ~examples.attention_mask).any()
 
 
 @pytest.mark.parametrize("m", [1, 2, 3])
@@ -289,7 +289,7 @@ def slow_batch(model, examples, drawn, times):
     values = []
     for b in range(len(examples)):
         tokens, response = single(examples, b)
-        real = examples.attention[b]
+        real = examples.attention_mask[b]
         for i in range(K):
             masked, reveal_time = drawn.masked[b, i][real], drawn.reveal_time[b, i][real]
             values.append(torch.stack(slow_terms(model, tokens, response, masked, reveal_time, int(times[b]))))
@@ -331,7 +331,7 @@ def test_terms_with_a_teacher(monkeypatch):
     """Scores that start from a rule's order; with the scorer's part, no two of them tie."""
     objective = order_objective(teacher="threshold:0.8")
     check_terms(objective, monkeypatch)
-    start = objective._start(placed(batch(), objective.model)[0])
+    start = objective._start(with_layout(batch(), objective.model)[0])
     assert len(start[0].unique()) > 2, "the test has no power"
     monkeypatch.setattr(objective, "_start", lambda examples: 0.9 * start)
     with pytest.raises(AssertionError, match=r"wrong|always revealed"):
@@ -400,9 +400,9 @@ class FirstStandsForAll(_Misled):
 class FirstStepNotShared(_Misled):
     """All but the first trajectory of t = T-1 are skipped, and nothing stands for them."""
 
-    def bound(self, walked):
-        terms, log_q = super().bound(walked)
-        kept = (torch.arange(K) == 0) | (walked.t != self.budget - 1)[:, None]
+    def bound(self, rollout):
+        terms, log_q = super().bound(rollout)
+        kept = (torch.arange(K) == 0) | (rollout.t != self.budget - 1)[:, None]
         return terms._replace(reconstruction=terms.reconstruction * kept), log_q
 
 
@@ -555,7 +555,9 @@ def test_padding_on_either_side_changes_nothing(left, extra):
     terms, log_q, masked = objective.terms(batch(), IDS, TIMES)
     other, other_log_q, other_masked = objective.terms(batch(left, extra), IDS, TIMES)
     for b in range(len(IDS)):
-        assert torch.equal(other_masked[b][:, batch(left, extra).attention[b]], masked[b][:, batch().attention[b]])
+        assert torch.equal(
+            other_masked[b][:, batch(left, extra).attention_mask[b]], masked[b][:, batch().attention_mask[b]]
+        )
     torch.testing.assert_close(other.reconstruction, terms.reconstruction, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(other.order_kl, terms.order_kl, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(other_log_q, log_q, rtol=1e-9, atol=1e-9)
@@ -642,10 +644,10 @@ def test_scatter_puts_values_back():
 
 def test_nothing_is_packed_or_masked_where_nothing_is_padded():
     model = small_model()
-    assert placed(ONE, model)[1].attend is None
-    _, layout = placed(batch(), model)
-    assert torch.equal(layout.at, batch().attention.flatten().nonzero()[:, 0])
-    assert torch.equal(layout.attend.ends.diff(), batch().attention.sum(-1))
+    assert with_layout(ONE, model)[1].attend is None
+    _, layout = with_layout(batch(), model)
+    assert torch.equal(layout.at, batch().attention_mask.flatten().nonzero()[:, 0])
+    assert torch.equal(layout.attend.ends.diff(), batch().attention_mask.sum(-1))
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from accelerate.state import AcceleratorState
 from tests.training.small import TINY_RECIPE, contents, json_lines, same, weights
 from unmask import files
 from unmask.models.order_model import ModelFolderError, OrderModel
+from unmask.recipe import ModelRecipe, Recipe, RecipeError, continued, load_recipe
 from unmask.training import run as run_module
 from unmask.training.loop import NonFiniteError, run_stage
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import DenoiseObjective
-from unmask.training.recipe import ModelRecipe, Recipe, RecipeError, continued, load_recipe
 from unmask.training.run import RunFolderError, load_run, load_task, train
 
 JOINT = ["order.denoiser_rate=1e-3"]

@@ -14,11 +14,11 @@ from tests.tasks.test_gsm8k import TEST, many, write_jsonl
 from unmask import files
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import Learned
-from unmask.models.adaptation import adapt_causal
 from unmask.models.backbone import BackboneConfig
+from unmask.models.importers.causal import adapt_causal
 from unmask.models.order_model import MASK_TOKEN, OrderModel
+from unmask.recipe import RecipeError, load_recipe
 from unmask.training.expected_time import in_words, warn_of_time
-from unmask.training.recipe import RecipeError, load_recipe
 from unmask.training.run import load_run, train
 
 RECIPE = """
@@ -99,9 +99,11 @@ def test_a_causal_model_is_trained_on_with_its_shift(home, tmp_path):
     canvas = torch.where(examples.response, model.denoiser.mask_token_id, examples.tokens)
     start = adapt_causal(tiny(**SHAPES["grouped"]), task.text_tokenizer, shift=True, max_length=130).denoiser
     with torch.no_grad():  # one update at a rate of nearly nothing: still the causal model's function
-        wanted = start(canvas, examples.attention)[examples.response]
-        assert torch.allclose(model.denoiser(canvas, examples.attention)[examples.response], wanted, atol=1e-3)
-    out = generate(model.denoiser, canvas, Learned(model.selector), 2, attention=examples.attention, temperature=0.0)
+        wanted = start(canvas, examples.attention_mask)[examples.response]
+        assert torch.allclose(model.denoiser(canvas, examples.attention_mask)[examples.response], wanted, atol=1e-3)
+    out = generate(
+        model.denoiser, canvas, Learned(model.selector), 2, attention_mask=examples.attention_mask, temperature=0.0
+    )
     assert (out.tokens[examples.response] < len(task.vocabulary)).all()
 
 

@@ -9,10 +9,10 @@ from accelerate.utils import DistributedType
 import unmask
 from tests.training.small import padded, small_model
 from unmask.decoding.policies import parse_policy
+from unmask.recipe import RecipeError, load_recipe
 from unmask.tasks.task import Examples
 from unmask.training import teacher
 from unmask.training.reading import read_denoiser, selector_features
-from unmask.training.recipe import RecipeError, load_recipe
 from unmask.training.run import _check_teacher
 from unmask.training.teacher import first_logits, parse_teacher, reveal_steps
 
@@ -30,8 +30,10 @@ def written(denoiser, rule, budget=BUDGET):
     """What the rule writes greedily, as examples x_0, and the steps at which it wrote it."""
     prompts = padded(PROMPTS, [[token == 3 for token in prompt] for prompt in PROMPTS], left=True, extra=1)
     with torch.no_grad():
-        out = unmask.generate(denoiser, prompts.tokens, parse_policy(rule), budget, attention=prompts.attention)
-    return Examples(out.tokens, prompts.response, prompts.attention), out.reveal_step.clamp(min=0)
+        out = unmask.generate(
+            denoiser, prompts.tokens, parse_policy(rule), budget, attention_mask=prompts.attention_mask
+        )
+    return Examples(out.tokens, prompts.response, prompts.attention_mask), out.reveal_step.clamp(min=0)
 
 
 def check(denoiser, rule, budget=BUDGET):

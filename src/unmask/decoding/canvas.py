@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unmask.errors import UserError
+
 
 @dataclass
 class Canvas:
@@ -20,7 +22,7 @@ class Canvas:
     live: Tensor  # [b] bool: False where a batch of fixed size has nothing to do any more
     tokens: Tensor  # [b, L]
     column: Tensor  # [b, L]: where each position stands in the prompts, which may have padding anywhere
-    attention: Tensor | None  # [b, L] bool: False on padding, which is on the right; None: no padding anywhere
+    attention_mask: Tensor | None  # [b, L] bool: False on padding, which is on the right; None: no padding anywhere
     position: Tensor  # [b, L]: names a draw, whatever the padding
     response: Tensor  # [b, L] bool: what is written
     place: Tensor  # [b, L]: which response position each one is, from 0
@@ -56,29 +58,29 @@ class Canvas:
 
 def blank_canvas(
     prompts: Tensor | Sequence[Tensor],
-    attention: Tensor | None,
+    attention_mask: Tensor | None,
     ids: Tensor | None,
     mask_token_id: int,
     num_tokens: int | None = None,  # ids from here on do not exist; None: not known
 ) -> Canvas:
     """Prompts as a canvas, with padding on the right: a denoiser that counts positions from the left, as BERT does,
     then gives every sequence those that it has alone."""
-    tokens, attended = _rectangle(prompts, attention, mask_token_id)
+    tokens, attended = _rectangle(prompts, attention_mask, mask_token_id)
     column = attended.long().argsort(dim=-1, descending=True, stable=True)  # what is no padding comes first, in order
     tokens, attended = tokens.gather(-1, column), attended.gather(-1, column)
     B, device = len(tokens), tokens.device
     ids = torch.arange(B, device=device) if ids is None else _whole_numbers(ids, "ids").to(device)
     if ids.shape != (B,):
-        raise ValueError(f"ids must be one number for each of the {B} prompts, got shape {list(ids.shape)}")
+        raise UserError(f"ids must be one number for each of the {B} prompts, got shape {list(ids.shape)}")
     outside = tokens < 0 if num_tokens is None else (tokens < 0) | (tokens >= num_tokens)
     if outside.any():
         known = "on" if num_tokens is None else f"to {num_tokens - 1}"
-        raise ValueError(f"prompts hold token ids from 0 {known}, got {int(tokens[outside][0])}")
+        raise UserError(f"prompts hold token ids from 0 {known}, got {int(tokens[outside][0])}")
     response = (tokens == mask_token_id) & attended
     num_response = response.sum(-1)
     if not num_response.all():
         empty = int((num_response == 0).nonzero()[0, 0])
-        raise ValueError(f"prompt {empty} has an empty response: put the mask token where something is to be written")
+        raise UserError(f"prompt {empty} has an empty response: put the mask token where something is to be written")
     rows = torch.arange(B, device=device)
     return Canvas(
         row=rows,
@@ -87,7 +89,7 @@ def blank_canvas(
         live=torch.ones_like(rows, dtype=torch.bool),
         tokens=tokens,
         column=column,
-        attention=None if attended.all() else attended,
+        attention_mask=None if attended.all() else attended,
         position=attended.long().cumsum(-1) - 1,
         response=response,
         place=response.long().cumsum(-1) - 1,
@@ -103,24 +105,28 @@ def blank_canvas(
 
 
 def _rectangle(
-    prompts: Tensor | Sequence[Tensor], attention: Tensor | None, mask_token_id: int
+    prompts: Tensor | Sequence[Tensor], attention_mask: Tensor | None, mask_token_id: int
 ) -> tuple[Tensor, Tensor]:
     """Tokens [B, L] and attention [B, L] bool."""
     if not isinstance(prompts, Sequence):
         prompts = _whole_numbers(prompts, "prompts")
         if prompts.ndim != 2 or len(prompts) == 0:
-            raise ValueError(f"prompts must be [B, L] with B >= 1, got shape {list(prompts.shape)}")
-        attention = torch.ones_like(prompts) if attention is None else torch.as_tensor(attention).to(prompts.device)
-        if attention.shape != prompts.shape:
-            raise ValueError(f"attention has shape {list(attention.shape)}, the prompts have {list(prompts.shape)}")
-        return prompts.clone(), attention.bool()  # tokenizers give 0 and 1
+            raise UserError(f"prompts must be [B, L] with B >= 1, got shape {list(prompts.shape)}")
+        attention_mask = (
+            torch.ones_like(prompts) if attention_mask is None else torch.as_tensor(attention_mask).to(prompts.device)
+        )
+        if attention_mask.shape != prompts.shape:
+            raise UserError(
+                f"attention_mask has shape {list(attention_mask.shape)}, the prompts have {list(prompts.shape)}"
+            )
+        return prompts.clone(), attention_mask.bool()  # tokenizers give 0 and 1
     if len(prompts) == 0:
-        raise ValueError("the list of prompts is empty: give at least one")
-    if attention is not None:
-        raise ValueError("a list of prompts is padded here: leave attention out")
+        raise UserError("the list of prompts is empty: give at least one")
+    if attention_mask is not None:
+        raise UserError("a list of prompts is padded here: leave attention out")
     prompts = [_whole_numbers(prompt, "a prompt") for prompt in prompts]
     if any(prompt.ndim != 1 for prompt in prompts):
-        raise ValueError("a list of prompts holds one sequence of token ids each; give a [B, L] tensor instead")
+        raise UserError("a list of prompts holds one sequence of token ids each; give a [B, L] tensor instead")
     length = max(len(prompt) for prompt in prompts)
     # What stands on the padding is never attended to; the mask token is the one id that is sure to exist.
     tokens = torch.full((len(prompts), length), mask_token_id, device=prompts[0].device)
@@ -136,9 +142,9 @@ def _whole_numbers(values: Any, what: str) -> Tensor:
     try:
         numbers = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{what} must be whole numbers, got {type(values).__name__}") from None
+        raise UserError(f"{what} must be whole numbers, got {type(values).__name__}") from None
     if numbers.numel() and (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool):
-        raise ValueError(f"{what} must be whole numbers, got {numbers.dtype}")
+        raise UserError(f"{what} must be whole numbers, got {numbers.dtype}")
     return numbers.long()
 
 

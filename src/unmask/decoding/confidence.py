@@ -25,9 +25,9 @@ class Confidence(TypedDict, total=False):
 FEATURES = frozenset({"log_top", "margin", "entropy"})  # what the selector reads
 
 
-def features(said: Confidence) -> Tensor:
+def features(stats: Confidence) -> Tensor:
     """[..., 3]: top probability, margin, entropy."""
-    return torch.stack([said["log_top"].exp(), said["margin"], said["entropy"]], dim=-1)
+    return torch.stack([stats["log_top"].exp(), stats["margin"], stats["entropy"]], dim=-1)
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
@@ -44,23 +44,23 @@ def confidence(
     previous: Tensor | None = None,  # [..., V]: log-probabilities at the pass before
 ) -> Confidence:
     """All that is wanted about the distributions log_p."""
-    said: Confidence = {}
+    stats: Confidence = {}
     best = log_p.argmax(-1) if best is None else best
     log_top = log_p.gather(-1, best[..., None])[..., 0]
     if "log_top" in wanted:
-        said["log_top"] = log_top
+        stats["log_top"] = log_top
     if "margin" in wanted:
         second = log_p.scatter(-1, best[..., None], -torch.inf).amax(-1)
-        said["margin"] = log_top.exp() - second.exp()
+        stats["margin"] = log_top.exp() - second.exp()
     if wanted & {"entropy", "change"}:
         p = log_p.exp()
         finite = log_p.clamp(min=torch.finfo(log_p.dtype).min)  # at p = 0, 0 * -inf is NaN
         if "entropy" in wanted:
-            said["entropy"] = -(p * finite).sum(-1)
+            stats["entropy"] = -(p * finite).sum(-1)
         if "change" in wanted and previous is not None:
-            said["change"] = torch.where(p > 0, p * (finite - previous), 0.0).sum(-1)
+            stats["change"] = torch.where(p > 0, p * (finite - previous), 0.0).sum(-1)
     if "log_proposal" in wanted and proposal is not None:
-        said["log_proposal"] = log_p.gather(-1, proposal[..., None])[..., 0]
+        stats["log_proposal"] = log_p.gather(-1, proposal[..., None])[..., 0]
     if "log_current" in wanted and current is not None:
-        said["log_current"] = log_p.gather(-1, current[..., None])[..., 0]
-    return said
+        stats["log_current"] = log_p.gather(-1, current[..., None])[..., 0]
+    return stats

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unmask import streams
+from unmask import rng as rng
 from unmask.decoding.canvas import Canvas, blank_canvas
 from unmask.decoding.confidence import Confidence
 from unmask.decoding.policies.rule import Policy
 from unmask.decoding.stepper import Denoiser, Stepper
 from unmask.decoding.tokens import TokenChoice
+from unmask.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Generation:
     num_steps: Tensor  # [B]: the steps that this sequence took part in
     num_passes: Tensor  # [B]: denoiser passes that they cost it, guidance included
     nothing_selected: Tensor  # [B]: steps in which a selector chose nothing and the rule fell back
-    attention: Tensor  # [B, L] bool: False on padding
+    attention_mask: Tensor  # [B, L] bool: False on padding
     # Denoiser rows evaluated, all sequences together, idle rows of a compiled batch included; not what a compiled
     # engine evaluates once to set itself up.
     num_forwards: int
@@ -44,7 +45,7 @@ def generate(
     *,
     seed: int = 0,
     ids: Tensor | None = None,
-    attention: Tensor | None = None,
+    attention_mask: Tensor | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
@@ -83,7 +84,7 @@ def generate(
     engine = Engine(
         denoiser, policy, max_steps, choice, batch_size=batch_size, fixed_shapes=fixed_shapes, compile=compile
     )
-    return engine.generate(prompts, seed=seed, ids=ids, attention=attention, on_finished=on_finished)
+    return engine.generate(prompts, seed=seed, ids=ids, attention_mask=attention_mask, on_finished=on_finished)
 
 
 class Engine:
@@ -102,17 +103,17 @@ class Engine:
     ) -> None:
         if missing := [name for name in ("mask_token_id", "hidden", "logits") if not hasattr(denoiser, name)]:
             needed = "mask_token_id, hidden(tokens, attention) and logits(hidden)"
-            raise ValueError(f"a denoiser needs {needed}; {type(denoiser).__name__} has no {missing[0]}")
+            raise UserError(f"a denoiser needs {needed}; {type(denoiser).__name__} has no {missing[0]}")
         _whole_number("the denoiser's mask_token_id", denoiser.mask_token_id, 0)
         if not isinstance(policy, Policy):
-            raise ValueError(f"policy must be a rule such as unmask.policies.Margin(), got {policy!r}")
+            raise UserError(f"policy must be a rule such as unmask.policies.Margin(), got {policy!r}")
         max_steps = _whole_number("max_steps", max_steps, 1)
         batch_size = None if batch_size is None else _whole_number("batch_size", batch_size, 1)
         if not isinstance(policy.reads, Set):
-            raise ValueError(f"{policy.short}: `reads` must be a set of names, got {policy.reads!r}")
+            raise UserError(f"{policy.key}: `reads` must be a set of names, got {policy.reads!r}")
         if unknown := policy.reads - Confidence.__annotations__.keys():
             known = ", ".join(Confidence.__annotations__)
-            raise ValueError(f"{policy.name} reads {', '.join(sorted(unknown))}; a rule can read {known}")
+            raise UserError(f"{policy.name} reads {', '.join(sorted(unknown))}; a rule can read {known}")
         self.denoiser, self.policy, self.max_steps = denoiser, policy, max_steps
         self.choice, self.batch_size = choice or TokenChoice(), batch_size
         self.fixed_shapes, self.compile = fixed_shapes or compile, compile
@@ -124,7 +125,7 @@ class Engine:
         *,
         seed: int = 0,
         ids: Tensor | None = None,
-        attention: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         on_finished: Callable[[int], None] = lambda sequences: None,
     ) -> Generation:
         """As `unmask.generate`."""
@@ -134,7 +135,7 @@ class Engine:
         keeps_nothing = vars(type(self.denoiser)).get("keeps_no_tensors", False)
         seed = _whole_number("seed", seed)
         with torch.inference_mode() if keeps_nothing else torch.no_grad():
-            result = self._generate(prompts, seed, ids, attention, on_finished)
+            result = self._generate(prompts, seed, ids, attention_mask, on_finished)
         copies: dict[str, Any] = {name: value.clone() for name, value in vars(result).items() if torch.is_tensor(value)}
         return replace(result, **copies)
 
@@ -143,11 +144,11 @@ class Engine:
         prompts: Tensor | Sequence[Tensor],
         seed: int,
         ids: Tensor | None,
-        attention: Tensor | None,
+        attention_mask: Tensor | None,
         on_finished: Callable[[int], None],
     ) -> Generation:
         mask, size = self.denoiser.mask_token_id, getattr(self.denoiser, "vocab_size", None)
-        whole = blank_canvas(prompts, attention, ids, mask, None if size is None else max(size, mask + 1))
+        whole = blank_canvas(prompts, attention_mask, ids, mask, None if size is None else max(size, mask + 1))
         self.policy.check(self.max_steps, whole.num_response)
         sizes, total = whole.num_response.tolist(), len(whole)
         stepper, active = self._start(whole, seed)
@@ -157,7 +158,7 @@ class Engine:
         masks, kept = sum(sizes[:entered]), 0
         while left:
             forwards += len(active) * stepper.passes
-            to_read = sum(sizes[row] for row in rows if row is not None) if self.policy.everywhere else masks
+            to_read = sum(sizes[row] for row in rows if row is not None) if self.policy.reads_revealed else masks
             over, masks = stepper.advance(active, steps, to_read)
             steps, kept = [step + 1 for step in steps], max(kept, stepper.num_bytes(active))
             done = [row for row, sequence in enumerate(rows) if over[row] and sequence is not None]
@@ -185,7 +186,7 @@ class Engine:
                 active = active.take(active.live.nonzero()[:, 0])
                 steps = [step for step, row in zip(steps, rows, strict=True) if row is not None]
                 rows = [row for row in rows if row is not None]
-        attended = torch.ones_like(whole.response) if whole.attention is None else whole.attention
+        attended = torch.ones_like(whole.response) if whole.attention_mask is None else whole.attention_mask
         positions = whole.column.argsort(-1)  # [B, L]: where each place of the prompts stands in the canvas
         return Generation(
             tokens=whole.tokens.gather(-1, positions),
@@ -194,7 +195,7 @@ class Engine:
             num_steps=whole.index,
             num_passes=whole.index * stepper.passes,
             nothing_selected=whole.nothing_selected,
-            attention=attended.gather(-1, positions),
+            attention_mask=attended.gather(-1, positions),
             num_forwards=forwards,
             memory_bytes=kept,
         )
@@ -221,13 +222,13 @@ class Engine:
             settings = self.denoiser, self.policy, self.max_steps, self.choice
             stepper = Stepper(*settings, active, longest, self.fixed_shapes, self.compile)
             self._kept = (stepper, active) if self.compile else None
-        stepper.seed.fill_(streams.signed(seed))
+        stepper.seed.fill_(rng.signed(seed))
         return stepper, active
 
     def _clear_memory(self, canvas: Canvas) -> None:
         """The rule's memory as it is before a first step."""
         rows, length = canvas.tokens.shape
-        canvas.memory = self.policy.remember(rows, length, canvas.tokens.device)
+        canvas.memory = self.policy.init_state(rows, length, canvas.tokens.device)
 
     @staticmethod
     def _fits(stepper: Stepper, kept: Canvas, active: Canvas, longest: int) -> bool:
@@ -235,7 +236,7 @@ class Engine:
         return (
             kept.tokens.shape == active.tokens.shape
             and kept.tokens.device == active.tokens.device
-            and (kept.attention is None) == (active.attention is None)
+            and (kept.attention_mask is None) == (active.attention_mask is None)
             and longest <= stepper.longest
         )
 
@@ -245,7 +246,7 @@ def _whole_number(name: str, value: Any, least: int | None = None) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise ValueError(f"{wanted}, got {value!r}") from None
+        raise UserError(f"{wanted}, got {value!r}") from None
     if least is not None and not least <= number < 2**31:
-        raise ValueError(f"{wanted}, got {number}")
+        raise UserError(f"{wanted}, got {number}")
     return number

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from unmask import streams
+from unmask import rng as rng
 from unmask.decoding.canvas import Canvas
 from unmask.decoding.confidence import Confidence, confidence, log_probabilities
 from unmask.decoding.policies.rule import Decision, Policy, Step
 from unmask.decoding.tokens import TokenChoice
+from unmask.errors import UserError
 from unmask.variational.posterior import full_precision
 
 # Numbers of one chunk of the projection, positions x vocabulary: large enough to keep the device busy, small enough to
@@ -45,7 +46,7 @@ class Denoiser(Protocol):
     @property
     def mask_token_id(self) -> int: ...
 
-    def hidden(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """[B, L, D] from tokens [B, L] and attention [B, L] bool (False on padding; None: no padding)."""
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ class Stepper:
             if bad:
                 row = bad[0] if self.peaks is None else self._bad_row(*self.peaks)
                 at = f"for sequence {int(canvas.row[row])} at step {steps[row]}"
-                raise ValueError(f"the {what}'s logits are not finite {at}")
+                raise UserError(f"the {what}'s logits are not finite {at}")
         over = [
             step == self.last or stopped or (masks == 0 and not self.policy.remasks)
             for step, masks, stopped in zip(steps, status["masks"], status.get("stopped", repeat(False)))  # noqa: B905
@@ -164,13 +165,13 @@ class Stepper:
             parts = [self._read(canvas, hidden, unguided, part, wanted) for part in places.split(self.chunk)]  # type: ignore[no-untyped-call]
             proposals, columns, names = zip(*parts, strict=True)
             reading = Reading(torch.cat(proposals), torch.cat(columns, dim=-1), names[0])
-        proposal, said = canvas.tokens.flatten().scatter(0, places, reading.proposal), {}
+        proposal, stats = canvas.tokens.flatten().scatter(0, places, reading.proposal), {}
         self.peaks = None if wanted else (places, reading.values[0])
         if wanted:
             values = reading.values.new_zeros(len(reading.names), proposal.numel())
             values.scatter_(1, places.expand_as(reading.values), reading.values)
-            said = dict(zip(reading.names, values.view(-1, *at.shape).unbind(), strict=True))
-        self._settle(canvas, hidden, proposal.view_as(at), said, decision, last)
+            stats = dict(zip(reading.names, values.view(-1, *at.shape).unbind(), strict=True))
+        self._settle(canvas, hidden, proposal.view_as(at), stats, decision, last)
 
     def _static_step(self, canvas: Canvas, chunks: int) -> None:
         hidden, unguided = self._passes(canvas)
@@ -178,8 +179,8 @@ class Stepper:
         for part in places[: chunks * self.chunk].split(self.chunk) if chunks else ():  # type: ignore[no-untyped-call]
             self.read(canvas, hidden, unguided, part, proposal, values)
         names, shape = tuple(sorted(self.wanted)) or ("peak",), canvas.tokens.shape
-        said = dict(zip(names, values.view(-1, *shape).unbind(), strict=True))
-        self.settle(canvas, hidden, proposal.view(shape), said, None, last)
+        stats = dict(zip(names, values.view(-1, *shape).unbind(), strict=True))
+        self.settle(canvas, hidden, proposal.view(shape), stats, None, last)
 
     def _replay(self, canvas: Canvas, chunks: int) -> None:
         """The static step as one CUDA graph, recorded when it is first needed."""
@@ -214,9 +215,9 @@ class Stepper:
 
     def _hidden(self, canvas: Canvas, tokens: Tensor) -> Tensor:
         try:
-            return self.trunk(tokens, canvas.attention)
+            return self.trunk(tokens, canvas.attention_mask)
         except IndexError as error:  # from a table of embeddings
-            raise ValueError(
+            raise UserError(
                 "the denoiser cannot look these tokens up: its vocabulary must hold ids up to "
                 f"{int(tokens.max())}, its context {self.length} positions"
             ) from error
@@ -225,20 +226,20 @@ class Stepper:
         """[m, V] at the places `at` [m] of the flattened canvas, from hidden states [b, L, D]."""
         logits = self.denoiser.logits(hidden.flatten(0, 1).index_select(0, at))
         if logits.shape != (len(at), self.vocab_size):
-            raise ValueError(f"{_LOGITS}, got {_shape(logits)} for M = {len(at)} and V = {self.vocab_size}")
+            raise UserError(f"{_LOGITS}, got {_shape(logits)} for M = {len(at)} and V = {self.vocab_size}")
         return logits
 
     def _measure(self, hidden: Tensor) -> None:
         """Everything that depends on the vocabulary."""
         if not torch.is_tensor(hidden) or hidden.ndim != 3 or hidden.shape[1] != self.length:
-            raise ValueError(f"the denoiser's `hidden` must be [B, L, D] from tokens [B, L], got {_shape(hidden)}")
+            raise UserError(f"the denoiser's `hidden` must be [B, L, D] from tokens [B, L], got {_shape(hidden)}")
         probe, eos, mask = self.denoiser.logits(hidden[0, :1]), self.choice.eos_token_id, self.denoiser.mask_token_id
         if not torch.is_tensor(probe) or probe.ndim != 2 or len(probe) != 1:
-            raise ValueError(f"{_LOGITS}, got {_shape(probe)} for M = 1")
+            raise UserError(f"{_LOGITS}, got {_shape(probe)} for M = 1")
         self.vocab_size = V = probe.shape[-1]
         device = probe.device
         if eos is not None and (not 0 <= eos < V or eos == mask):
-            raise ValueError(f"eos_token_id {eos} is not one of the {V} tokens that the denoiser writes")
+            raise UserError(f"eos_token_id {eos} is not one of the {V} tokens that the denoiser writes")
         self.masks_itself = mask < V  # then the mask token is one of the head's, and must never be written
         self.mask = torch.tensor([mask], device=device)
         self.score_dtype = torch.promote_types(probe.dtype, torch.float32)
@@ -254,7 +255,7 @@ class Stepper:
 
     def _read_at(self, canvas: Canvas) -> Tensor:
         """[b, L] bool: the positions that the rule looks at."""
-        return canvas.response & canvas.live[:, None] if self.policy.everywhere else canvas.masked
+        return canvas.response & canvas.live[:, None] if self.policy.reads_revealed else canvas.masked
 
     def _read(
         self, canvas: Canvas, hidden: Tensor, unguided: Tensor | None, at: Tensor, wanted: frozenset[str]
@@ -277,7 +278,7 @@ class Stepper:
         if choice.temperature > 0:
             row = at // self.length
             words = canvas.index[row], canvas.id[row], canvas.position.flatten()[at]
-            uniforms = streams.uniforms(self.seed, streams.Purpose.TOKEN, *words, dtype=torch.float64)
+            uniforms = rng.uniforms(self.seed, rng.Purpose.TOKEN, *words, dtype=torch.float64)
             proposal = choice.propose(logits, uniforms)
         if not wanted:
             return Reading(proposal, peak[None], ("peak",))
@@ -288,11 +289,11 @@ class Stepper:
             kept = canvas.slot[at // self.length], canvas.place.flatten()[at].clamp(min=0)
             previous = self.previous[kept]
             self.previous[kept] = log_p
-        said: dict[str, Tensor] = confidence(log_p, wanted, best, proposal, current, previous)  # type: ignore[assignment]
+        stats: dict[str, Tensor] = confidence(log_p, wanted, best, proposal, current, previous)  # type: ignore[assignment]
         if "change" in wanted:  # the first pass has none before it; the slot holds another sequence's
-            said["change"] = torch.where(canvas.index[at // self.length] == 0, torch.inf, said["change"])
+            stats["change"] = torch.where(canvas.index[at // self.length] == 0, torch.inf, stats["change"])
         names = tuple(sorted(wanted))
-        values = torch.stack([said[name] for name in names]) if len(names) > 1 else said[names[0]][None]
+        values = torch.stack([stats[name] for name in names]) if len(names) > 1 else stats[names[0]][None]
         return Reading(proposal, values, names)
 
     def _locate(self, canvas: Canvas) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -329,24 +330,24 @@ class Stepper:
             masked=canvas.masked,
             response=canvas.response,
             num_response=canvas.num_response,
-            attention=canvas.attention,
+            attention_mask=canvas.attention_mask,
             uniforms=partial(self._uniforms, canvas),
             memory=canvas.memory,
             log_reveal=canvas.log_reveal,
             **seen,
         )
-        rule = self.policy.short
+        rule = self.policy.key
         try:
             decision = self.policy.decide(step)
         except KeyError as missing:
             if missing.args[0] not in Confidence.__annotations__:
                 raise
-            raise ValueError(f"{rule} looks at step.said[{missing}]: it must declare this in `reads`") from None
+            raise UserError(f"{rule} looks at step.said[{missing}]: it must declare this in `reads`") from None
         if not isinstance(decision, Decision):
-            raise ValueError(f"{rule} must answer with a Decision(reveal=...), not with a {type(decision).__name__}")
+            raise UserError(f"{rule} must answer with a Decision(reveal=...), not with a {type(decision).__name__}")
         if decision.reveal.shape != canvas.masked.shape or decision.reveal.dtype != torch.bool:
             shape, dtype = _shape(decision.reveal), decision.reveal.dtype
-            raise ValueError(f"{rule} must reveal by booleans {_shape(canvas.masked)}, got {dtype} {shape}")
+            raise UserError(f"{rule} must reveal by booleans {_shape(canvas.masked)}, got {dtype} {shape}")
         reveal = decision.reveal if last is None else decision.reveal | last
         return decision._replace(reveal=canvas.masked & reveal)
 
@@ -355,22 +356,22 @@ class Stepper:
         canvas: Canvas,
         hidden: Tensor,
         proposal: Tensor,  # [b, L]
-        said: dict[str, Tensor],  # [b, L] each
+        stats: dict[str, Tensor],  # [b, L] each
         decision: Decision | None,  # None: still to be made
         last: Tensor | None,  # [b, 1] bool: rows at their last step; None: there are none
     ) -> None:
         """Decide, write, and say how it stands."""
         if decision is None:
-            decision = self._decide(canvas, last, hidden=hidden, said=said, proposal=proposal)
+            decision = self._decide(canvas, last, hidden=hidden, stats=stats, proposal=proposal)
         reveal = decision.reveal
         masked = canvas.masked ^ reveal
         tokens = torch.where(reveal, proposal, canvas.tokens)
         reveal_step = torch.where(reveal, canvas.index[:, None], canvas.reveal_step)
-        if "log_proposal" in said and self._remembers_reveals:
-            self._set(canvas, "log_reveal", torch.where(reveal, said["log_proposal"], canvas.log_reveal))
+        if "log_proposal" in stats and self._remembers_reveals:
+            self._set(canvas, "log_reveal", torch.where(reveal, stats["log_proposal"], canvas.log_reveal))
         if decision.remask is not None:
             if not self.policy.remasks:
-                raise ValueError(f"{self.policy.short} masks again what was revealed: it must declare `remasks = True`")
+                raise UserError(f"{self.policy.key} masks again what was revealed: it must declare `remasks = True`")
             remask = decision.remask & canvas.response & ~canvas.masked & canvas.live[:, None]
             remask = remask if last is None else remask & ~last
             masked = masked | remask
@@ -396,7 +397,7 @@ class Stepper:
         if self.peaks is not None:
             sound = (0 * self.peaks[1]).sum(dtype=self.score_dtype).expand_as(canvas.index)
         else:
-            sound = (0 * next(said[name] for name in _FINITE if name in said)).sum(-1)
+            sound = (0 * next(stats[name] for name in _FINITE if name in stats)).sum(-1)
         status |= {"masks": masked.sum(-1), "logits": sound}
         if decision.scores is not None:
             asked = canvas.masked if last is None else canvas.masked & ~last
@@ -433,7 +434,7 @@ class Stepper:
         """[b, steps, L + 1] for the steps [b, steps, 1]."""
         words = torch.cat([canvas.position, torch.full_like(canvas.position[:, :1], -1)], dim=-1)[:, None]
         ids = canvas.id[:, None, None]
-        return streams.uniforms(self.seed, streams.Purpose.REVEAL, steps, ids, words, dtype=torch.float64)
+        return rng.uniforms(self.seed, rng.Purpose.REVEAL, steps, ids, words, dtype=torch.float64)
 
 
 def _shape(value: Any) -> str:

@@ -12,6 +12,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from unmask.errors import UserError
+
 
 @dataclass(frozen=True)
 class TokenChoice:
@@ -35,26 +37,26 @@ class TokenChoice:
     def __post_init__(self) -> None:
         for name in ("top_k", "min_length"):
             if type(getattr(self, name)) is not int:
-                raise ValueError(f"{name} must be a whole number, got {getattr(self, name)!r}")
+                raise UserError(f"{name} must be a whole number, got {getattr(self, name)!r}")
         for name in ("temperature", "top_p", "guidance"):
             if not isinstance(getattr(self, name), Real):
-                raise ValueError(f"{name} must be a number, got {getattr(self, name)!r}")
+                raise UserError(f"{name} must be a number, got {getattr(self, name)!r}")
         if not (self.eos_token_id is None or type(self.eos_token_id) is int):
-            raise ValueError(f"eos_token_id must be a whole number, got {self.eos_token_id!r}")
+            raise UserError(f"eos_token_id must be a whole number, got {self.eos_token_id!r}")
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must not be negative and must be finite, got {self.temperature}")
+            raise UserError(f"temperature must not be negative and must be finite, got {self.temperature}")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+            raise UserError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (all tokens) or more, got {self.top_k}")
+            raise UserError(f"top_k must be 0 (all tokens) or more, got {self.top_k}")
         if not 0 <= self.guidance < float("inf"):
-            raise ValueError(f"guidance must not be negative and must be finite, got {self.guidance}")
+            raise UserError(f"guidance must not be negative and must be finite, got {self.guidance}")
         if self.min_length < 0:
-            raise ValueError(f"min_length must not be negative, got {self.min_length}")
+            raise UserError(f"min_length must not be negative, got {self.min_length}")
         if self.eos_token_id is None and (self.min_length or self.stop_at_eos):
-            raise ValueError("min_length and stop_at_eos need the id of the EOS token: give eos_token_id")
+            raise UserError("min_length and stop_at_eos need the id of the EOS token: give eos_token_id")
         if self.temperature == 0 and (self.top_p < 1 or self.top_k):
-            raise ValueError("top_p and top_k choose among samples: give a temperature above 0")
+            raise UserError("top_p and top_k choose among samples: give a temperature above 0")
 
     @property
     def eos_policy(self) -> str:
@@ -71,7 +73,7 @@ class TokenChoice:
         if self.temperature == 0:
             return logits.argmax(-1)
         if uniforms is None:
-            raise ValueError("sampling needs uniforms")
+            raise UserError("sampling needs uniforms")
         logits = logits.double()
         # Relative to the most probable before the division, or a tiny temperature takes every token to -inf.
         p = ((logits - logits.amax(-1, keepdim=True)) / self.temperature).softmax(-1)

@@ -1,7 +1,7 @@
 """A bidirectional transformer: pre-norm RMSNorm, rotary positions, SwiGLU, SDPA attention.
 
 Legend: B sequences, L positions, D width, H heads of the queries, K of the keys and values, E the width of a head.
-`attention` [B, L] bool is False on padding.
+`attention_mask` [B, L] bool is False on padding.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention, silu
+
+from unmask.errors import UserError
 
 _RANGES = {
     "width": (1, 65_536),
@@ -50,13 +52,13 @@ class BackboneConfig:
     def __post_init__(self) -> None:
         for field, (low, high) in _RANGES.items():
             if not low <= getattr(self, field) <= high:
-                raise ValueError(f"{field} must be between {low} and {high:,}, got {getattr(self, field)}")
+                raise UserError(f"{field} must be between {low} and {high:,}, got {getattr(self, field)}")
         if not self.head_width and self.width % (2 * self.heads):
-            raise ValueError(f"width {self.width} must be a multiple of 2 * heads = {2 * self.heads} (rotary pairs)")
+            raise UserError(f"width {self.width} must be a multiple of 2 * heads = {2 * self.heads} (rotary pairs)")
         if self.head_width % 2:
-            raise ValueError(f"head_width must be even (rotary pairs), got {self.head_width}")
+            raise UserError(f"head_width must be even (rotary pairs), got {self.head_width}")
         if self.kv_heads and self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} must be a multiple of kv_heads = {self.kv_heads}")
+            raise UserError(f"heads {self.heads} must be a multiple of kv_heads = {self.kv_heads}")
 
     @property
     def E(self) -> int:
@@ -146,7 +148,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tenso
         from torch.nn.attention.varlen import varlen_attn  # here, because older versions of torch have none
 
         (ends, longest), width = attend, query.shape[-1]
-        query, key, value = in_eights(query, key, value)
+        query, key, value = pad_heads(query, key, value)
         packed: Tensor = varlen_attn(query[0], key[0], value[0], ends, ends, longest, longest)  # type: ignore[assignment]
         return packed[None, ..., :width]
     lengths = attend.ends.diff().tolist()
@@ -155,7 +157,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tenso
     return torch.cat(mixed, dim=1) if mixed else value
 
 
-def in_eights(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def pad_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same [..., E] with zeros behind, up to a multiple of 8: variable-length attention takes no other heads.
 
     The queries are scaled so that query . key / sqrt(E) is what it was.
@@ -236,15 +238,15 @@ class Backbone(nn.Module):
         if self.positions is not None:
             nn.init.normal_(self.positions.weight, std=small_init(config.width))
 
-    def forward(self, tokens: Tensor, attention: Tensor | Layout | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, attention_mask: Tensor | Layout | None = None) -> Tensor:
         length, longest = tokens.shape[1], self.config.max_length
         if length > longest:
-            raise ValueError(
+            raise UserError(
                 f"a sequence of {length} tokens is longer than the model's context of {longest}: "
                 "shorten it or train with a larger max_length"
             )
         dtype = stream_dtype(self.embedding.weight)
-        layout = attention if isinstance(attention, Layout) else Layout.of(tokens, attention, dtype)
+        layout = attention_mask if isinstance(attention_mask, Layout) else Layout.of(tokens, attention_mask, dtype)
         x = self.embedding(layout.take(tokens)).to(dtype)
         if self.positions is not None:
             x = x + self.positions(layout.positions).to(dtype)
@@ -284,22 +286,24 @@ class Layout(NamedTuple):
     num_tokens: int = 0  # where packed: of the M, those that are not there to fill up
 
     @classmethod
-    def of(cls, tokens: Tensor, attention: Tensor | None, dtype: torch.dtype, num_tokens: int | None = None) -> Layout:
+    def of(
+        cls, tokens: Tensor, attention_mask: Tensor | None, dtype: torch.dtype, num_tokens: int | None = None
+    ) -> Layout:
         """Of tokens [B, L].  `num_tokens` is M; where the caller does not know it, the device is waited for.
 
         A compiled program cannot wait, and CUDA's variable-length attention is for dtypes of 16 bits: elsewhere padding
         is masked.
         """
         B, L = tokens.shape
-        if attention is None:
+        if attention_mask is None:
             return cls(torch.arange(L, device=tokens.device)[None], None, None, (B, L))
-        positions = (attention.long().cumsum(-1) - 1).clamp(min=0)
+        positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         if torch.compiler.is_compiling() or (tokens.is_cuda and dtype.itemsize != 2):
-            return cls(positions, attention[:, None, None, :], None, (B, L))
-        num_tokens = int(attention.sum()) if num_tokens is None else num_tokens
+            return cls(positions, attention_mask[:, None, None, :], None, (B, L))
+        num_tokens = int(attention_mask.sum()) if num_tokens is None else num_tokens
         M = packed_length(num_tokens, tokens.device)
-        at, spare = places(attention, num_tokens), M - num_tokens
-        ends = pad(attention.sum(-1).cumsum(0), (1, 0))
+        at, spare = places(attention_mask, num_tokens), M - num_tokens
+        ends = pad(attention_mask.sum(-1).cumsum(0), (1, 0))
         if rows := spare_rows(B, L, spare, tokens.device):  # sequences that nobody looks at: copies of the first place
             at = pad(at, (0, spare))
             first = num_tokens + L

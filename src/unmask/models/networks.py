@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from unmask.errors import UserError
 from unmask.models.backbone import (
     Attend,
     Backbone,
@@ -47,12 +48,12 @@ class Denoiser(nn.Module):
     def mask_token_id(self) -> int:
         return self.vocab_size
 
-    def hidden(self, tokens: Tensor, attention: Tensor | Layout | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, attention_mask: Tensor | Layout | None = None) -> Tensor:
         """Hidden states [B, L, D] of tokens [B, L]: at each position the one that `logits` reads its token from."""
-        if self.shift and not isinstance(attention, Layout):
-            attention = Layout.of(tokens, attention, stream_dtype(self.backbone.embedding.weight))
-        hidden: Tensor = self.backbone(tokens, attention)
-        return of_the_token_before(hidden, attention) if isinstance(attention, Layout) and self.shift else hidden
+        if self.shift and not isinstance(attention_mask, Layout):
+            attention_mask = Layout.of(tokens, attention_mask, stream_dtype(self.backbone.embedding.weight))
+        hidden: Tensor = self.backbone(tokens, attention_mask)
+        return shift_right(hidden, attention_mask) if isinstance(attention_mask, Layout) and self.shift else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] from hidden states [..., D]; project only the positions that you need."""
@@ -61,11 +62,11 @@ class Denoiser(nn.Module):
             return projected
         return hidden @ self.backbone.embedding.weight[: self.vocab_size].T
 
-    def forward(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
-        return self.logits(self.hidden(tokens, attention))
+    def forward(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.logits(self.hidden(tokens, attention_mask))
 
 
-def of_the_token_before(hidden: Tensor, layout: Layout) -> Tensor:
+def shift_right(hidden: Tensor, layout: Layout) -> Tensor:
     """[B, L, D]: at each position the hidden state of the position before it; a sequence's first token keeps its own.
 
     Padding on either side is skipped: the first token is the first one that is attended to.
@@ -90,9 +91,9 @@ class SelectorConfig:
 
     def __post_init__(self) -> None:
         if self.positions < 0:
-            raise ValueError(f"positions must be 0 (none) or the longest sequence, got {self.positions}")
+            raise UserError(f"positions must be 0 (none) or the longest sequence, got {self.positions}")
         if not self.budgets or min(self.budgets) < 1:
-            raise ValueError(f"a selector needs at least one budget T >= 1, got {list(self.budgets)}")
+            raise UserError(f"a selector needs at least one budget T >= 1, got {list(self.budgets)}")
 
     @property
     def shape(self) -> BackboneConfig:
@@ -139,21 +140,21 @@ class Selector(nn.Module):
         masked: Tensor,  # [B, L] bool
         t: Tensor,  # [B], t >= 1 matters; at t = 0 everything is revealed and nobody asks
         budget: int | Tensor,  # T, the same for all rows or [B]
-        attention: Tensor | Layout | None = None,  # [B, L] bool
+        attention_mask: Tensor | Layout | None = None,  # [B, L] bool
     ) -> Tensor:
         """Logits s [B, L]."""
         if hidden.shape[-1] != self.read_hidden.in_features:
-            raise ValueError(
+            raise UserError(
                 f"the selector reads hidden states of width {self.read_hidden.in_features}, the denoiser gives "
                 f"{hidden.shape[-1]}: take both from the same run"
             )
         if self.positions is not None and masked.shape[1] > self.config.positions:
-            raise ValueError(
+            raise UserError(
                 f"a sequence of {masked.shape[1]} tokens is longer than the selector's positions of "
                 f"{self.config.positions}: shorten it or train with more"
             )
         dtype = stream_dtype(self.out.weight)
-        layout = attention if isinstance(attention, Layout) else Layout.of(masked, attention, dtype)
+        layout = attention_mask if isinstance(attention_mask, Layout) else Layout.of(masked, attention_mask, dtype)
         t = t.clamp(min=1).to(torch.promote_types(hidden.dtype, torch.float32))  # log t must not be rounded to bfloat16
         asked = torch.stack([t, torch.zeros_like(t) + budget], dim=-1)[:, None].expand(*masked.shape, -1)  # [B, L, 2]
         seen = layout.take(torch.cat([full_precision(confidences), masked[..., None], asked], dim=-1))
@@ -194,9 +195,11 @@ class OrderScorer(nn.Module):
         nn.init.normal_(self.out.weight, std=0.0 if taught else 1 / config.width**0.5)
         nn.init.zeros_(self.out.bias)
 
-    def forward(self, tokens: Tensor, attention: Tensor | Layout | None = None, start: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, attention_mask: Tensor | Layout | None = None, start: Tensor | None = None
+    ) -> Tensor:
         """Scores [B, L] in float32 at least; `start` [B, L] is what the teacher says."""
-        logits = _in_full_precision(self.out, self.backbone(tokens, attention))
+        logits = _in_full_precision(self.out, self.backbone(tokens, attention_mask))
         return torch.sigmoid(logits if start is None else logits + start)
 
 

@@ -17,10 +17,11 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
 
 from unmask import files
+from unmask.errors import UserError
 from unmask.jsonl import fits, parse_json
-from unmask.machine import available_memory
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser, OrderScorer, Selector, SelectorConfig
+from unmask.runtime import available_memory
 from unmask.variational.selection import Bernoulli, NonEmpty, Selection
 
 FORMAT_VERSION = 3
@@ -29,7 +30,7 @@ MASK_TOKEN = "[MASK]"
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
-class ModelFolderError(ValueError):
+class ModelFolderError(UserError):
     """A folder that does not hold a model this version can read; the message says what to do."""
 
 
@@ -49,7 +50,7 @@ class OrderModelConfig:
 
     def __post_init__(self) -> None:
         if self.selection not in SELECTIONS:
-            raise ValueError(f"selection must be one of {', '.join(SELECTIONS)}, got {self.selection!r}")
+            raise UserError(f"selection must be one of {', '.join(SELECTIONS)}, got {self.selection!r}")
 
 
 class OrderModel(nn.Module):
@@ -168,7 +169,7 @@ def _read_config(path: Path) -> OrderModelConfig:
         )
         hints = get_type_hints(OrderModelConfig)
         if wrong := [name for name, value in given.items() if not fits(value, hints[name])]:
-            raise ValueError(f"wrong type in {', '.join(wrong)}")
+            raise UserError(f"wrong type in {', '.join(wrong)}")
         return config
     except (TypeError, ValueError, KeyError) as error:
         raise _damaged(path, error) from None

@@ -9,20 +9,20 @@ from importlib.machinery import PathFinder
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from unmask.suggest import did_you_mean
+from unmask.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from unmask.tasks.task import Task
 
 TASKS = {
-    "groups": "unmask.tasks.groups:Groups",
-    "addition": "unmask.tasks.addition:Addition",
-    "chain": "unmask.tasks.chain:Chain",
-    "permutation": "unmask.tasks.permutation:Permutation",
-    "latin-square": "unmask.tasks.latin_square:LatinSquare",
-    "parity-dag": "unmask.tasks.parity_dag:ParityDag",
-    "gsm8k": "unmask.tasks.gsm8k:GSM8K",
-    "text": "unmask.tasks.text:Text",
+    "groups": "unmask.tasks.puzzles.groups:Groups",
+    "addition": "unmask.tasks.puzzles.addition:Addition",
+    "chain": "unmask.tasks.puzzles.chain:Chain",
+    "permutation": "unmask.tasks.puzzles.permutation:Permutation",
+    "latin-square": "unmask.tasks.puzzles.latin_square:LatinSquare",
+    "parity-dag": "unmask.tasks.puzzles.parity_dag:ParityDag",
+    "gsm8k": "unmask.tasks.gsm8k.gsm8k:GSM8K",
+    "text": "unmask.tasks.text.text:Text",
 }
 
 
@@ -48,7 +48,7 @@ def task_class(name: str) -> type[Any]:
     """
     if name not in TASKS and ":" not in name:
         nearest = did_you_mean(name, TASKS)
-        raise ValueError(
+        raise UserError(
             f"unknown task {name!r}; {nearest}choose from {', '.join(TASKS)}, or give your own 'module:Class'"
         )
     module, cls = _module_and_class(name)
@@ -58,16 +58,16 @@ def task_class(name: str) -> type[Any]:
         found = getattr(importlib.import_module(module), cls)
     except (ImportError, AttributeError, SyntaxError, ValueError) as error:
         where = "installed packages and the current folder were searched"
-        raise ValueError(f"task {name!r} cannot be imported: {error} ({where})") from None
+        raise UserError(f"task {name!r} cannot be imported: {error} ({where})") from None
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
-        raise ValueError(f"task {name!r} must be a dataclass whose fields are its options")
+        raise UserError(f"task {name!r} must be a dataclass whose fields are its options")
     return found
 
 
 def _module_and_class(name: str) -> tuple[str, str]:
     module, _, cls = TASKS.get(name, name).partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), cls)):
-        raise ValueError(f"task {name!r}: write a task of your own as module:Class, such as palindromes:Palindromes")
+        raise UserError(f"task {name!r}: write a task of your own as module:Class, such as palindromes:Palindromes")
     return module, cls
 
 
@@ -78,11 +78,17 @@ def make_task(name: str, **options: int | bool | str) -> Task:
     for option, value in options.items():
         if option not in defaults:
             nearest = did_you_mean(option, defaults)
-            raise ValueError(f"task {name} has no option {option!r}; {nearest}choose from {', '.join(defaults)}")
+            raise UserError(f"task {name} has no option {option!r}; {nearest}choose from {', '.join(defaults)}")
         # Exact types: True is an instance of int, but never meant as one.
         if type(value) is not type(defaults[option]):
             kind = type(defaults[option]).__name__
-            raise ValueError(f"task {name}: option {option} must be of type {kind}, not {type(value).__name__}")
+            raise UserError(f"task {name}: option {option} must be of type {kind}, not {type(value).__name__}")
         if type(value) is int and not -(2**63) <= value < 2**63:
-            raise ValueError(f"task {name}: option {option} must fit in 64 bits, got {value}")
-    return cls(**options)
+            raise UserError(f"task {name}: option {option} must fit in 64 bits, got {value}")
+    try:
+        task: Task = cls(**options)
+    except ValueError as error:
+        if isinstance(error, UserError) or not is_own(name):
+            raise
+        raise UserError(f"task {name}: {error}") from None  # a task of the user's own need not know of UserError
+    return task

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unmask.errors import UserError
 from unmask.tasks.task import Task
 
 _FIRST_ID = 2**40  # evaluation counts test examples from 0
@@ -19,7 +20,7 @@ def distinct_range(task: Task, num_samples: int, draws: int = 400, level: float 
     (1 + level) / 2 of the `draws` numbers of distinct sequences.
     """
     if not task.unconditional:
-        raise ValueError(f"task {task.name}: distinct sequences are counted only where examples have no prompt")
+        raise UserError(f"task {task.name}: distinct sequences are counted only where examples have no prompt")
     ids = _FIRST_ID + torch.arange(draws * num_samples)
     codes = torch.cat([sequence_codes(task.examples(chunk, "test").tokens) for chunk in ids.split(_CHUNK)])
     ordered = codes.view(draws, num_samples).sort(dim=-1).values

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from unmask.streams import Purpose, uniforms
-from unmask.suggest import did_you_mean
+from unmask.errors import UserError, did_you_mean
+from unmask.rng import Purpose, uniforms
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Examples:
 
     tokens: Tensor  # [B, L] int64
     response: Tensor  # [B, L] bool: the positions that are generated; any set, the rest is prompt or padding
-    attention: Tensor  # [B, L] bool: False on padding, which is never attended to
+    attention_mask: Tensor  # [B, L] bool: False on padding, which is never attended to
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -29,7 +29,7 @@ class Examples:
     @property
     def position(self) -> Tensor:
         """[B, L]: the place of each token in its own sequence, whatever the padding; it names a random draw."""
-        return self.attention.long().cumsum(-1) - 1
+        return self.attention_mask.long().cumsum(-1) - 1
 
     def only(self, row: int) -> Examples:
         """One example, as a batch of one."""
@@ -37,15 +37,15 @@ class Examples:
 
     def rows(self, rows: Tensor) -> Examples:
         """Some of the examples, in the order of `rows` [R], on the CPU; any of them may come several times."""
-        there = sent(rows, self.tokens.device)
-        chosen = Examples(*(part[there] for part in (self.tokens, self.response, self.attention)))
+        there = to_device(rows, self.tokens.device)
+        chosen = Examples(*(part[there] for part in (self.tokens, self.response, self.attention_mask)))
         vars(chosen).update(num_tokens=self.num_tokens[rows], num_response=self.num_response[rows])
         return chosen
 
     @cached_property
     def num_tokens(self) -> Tensor:
         """[B], on the CPU: without padding."""
-        return self.attention.sum(-1).cpu()
+        return self.attention_mask.sum(-1).cpu()
 
     @cached_property
     def num_response(self) -> Tensor:
@@ -54,12 +54,12 @@ class Examples:
 
     def to(self, device: torch.device | str) -> Examples:
         """On the device; the host keeps what it would otherwise have to wait for."""
-        there = Examples(*(sent(part, device) for part in (self.tokens, self.response, self.attention)))
+        there = Examples(*(to_device(part, device) for part in (self.tokens, self.response, self.attention_mask)))
         vars(there).update(num_tokens=self.num_tokens, num_response=self.num_response)
         return there
 
 
-def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """The tensor on the device; a GPU gets it without anybody waiting: from pinned memory, in its turn."""
     if tensor.is_cpu and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -115,7 +115,7 @@ def on_split(task: Task, split: str) -> Task:
     """The same task with another held-out split, one of its optional `held_out_splits`."""
     choices = getattr(task, "held_out_splits", (held_out_split(task),))
     if split not in choices:
-        raise ValueError(
+        raise UserError(
             f"task {task.name} has no held-out split {split!r}; {did_you_mean(split, choices)}choose from "
             f"{', '.join(choices)}"
         )
@@ -139,19 +139,17 @@ def check_task(task: Task) -> None:
         "valid",
     ):
         if not hasattr(task, member):
-            raise ValueError(f"task {name} has no {member!r}: see unmask.tasks.task.Task for what a task needs")
+            raise UserError(f"task {name} has no {member!r}: see unmask.tasks.task.Task for what a task needs")
     examples = task.examples(torch.arange(2), "train")
     shape = (2, task.length)
-    for field in ("tokens", "response", "attention"):
+    for field in ("tokens", "response", "attention_mask"):
         if tuple(getattr(examples, field).shape) != shape:
             found = list(getattr(examples, field).shape)
-            raise ValueError(f"task {name}: examples of 2 ids have {field} of shape {found}, expected {list(shape)}")
+            raise UserError(f"task {name}: examples of 2 ids have {field} of shape {found}, expected {list(shape)}")
     low, high = int(examples.tokens.min()), int(examples.tokens.max())
     if low < 0 or high >= len(task.vocabulary):
         size = len(task.vocabulary)
-        raise ValueError(
-            f"task {name}: tokens run from {low} to {high}, but the vocabulary has the ids 0 to {size - 1}"
-        )
+        raise UserError(f"task {name}: tokens run from {low} to {high}, but the vocabulary has the ids 0 to {size - 1}")
 
 
 # What the generated puzzles share.  Their streams are (seed, DATA, word, ...): word 0 is the hidden structure of the
@@ -174,14 +172,14 @@ def structure_uniforms(seed: int, part: int, *shape: int) -> Tensor:
 def example_uniforms(seed: int, split: str, ids: Tensor, count: int) -> Tensor:
     """[B, count]: the uniforms of each example, a function of (seed, split, id) alone."""
     if split not in _SPLITS:
-        raise ValueError(f"unknown split {split!r}: use {' or '.join(_SPLITS)}")
+        raise UserError(f"unknown split {split!r}: use {' or '.join(_SPLITS)}")
     return uniforms(seed, Purpose.DATA, _SPLITS[split], ids[:, None], torch.arange(count), dtype=torch.float64)
 
 
 def without_prompt(tokens: Tensor) -> Examples:
     """Examples in which every position is generated."""
     everywhere = torch.ones_like(tokens, dtype=torch.bool)
-    return Examples(tokens, response=everywhere, attention=everywhere.clone())
+    return Examples(tokens, response=everywhere, attention_mask=everywhere.clone())
 
 
 def prompt_kept(tokens: Tensor, examples: Examples) -> Tensor:
@@ -198,4 +196,4 @@ def check_range(task: Task, option: str, low: int, high: int) -> None:
     """Raises a ValueError of one line unless low <= option <= high."""
     value = getattr(task, option)
     if not low <= value <= high:
-        raise ValueError(f"task {task.name}: set {option} between {low} and {high}, not {value}")
+        raise UserError(f"task {task.name}: set {option} between {low} and {high}, not {value}")

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from unmask.models.backbone import Backbone, Block
+from unmask.models.cuda_graphs import Replayed
 from unmask.models.networks import Denoiser, Selector
-from unmask.models.replayed import Replayed
 
 DEEP = 24  # layers; to compile more of them as one program takes minutes, as one block used again and again seconds
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from unmask.display import say
-from unmask.machine import matrix_speed
 from unmask.models.order_model import OrderModel
+from unmask.recipe import Recipe
+from unmask.runtime import matrix_speed
 from unmask.tasks.task import Task
-from unmask.training.recipe import Recipe
 
 
 def warn_of_time(recipe: Recipe, model: OrderModel, task: Task, device: torch.device, precision: str) -> None:

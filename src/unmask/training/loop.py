@@ -19,20 +19,21 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from unmask.errors import UserError
 from unmask.progress import progress
-from unmask.streams import Purpose, integers, stratified
-from unmask.tasks.task import Examples, Task, sent
-from unmask.training.checkpoints import warn
+from unmask.recipe import Optimisation
+from unmask.rng import Purpose, integers, stratified
+from unmask.tasks.task import Examples, Task, to_device
+from unmask.training.checkpoint import warn
+from unmask.training.checkpointer import Checkpointer, Stopped
 from unmask.training.collapse import ADVICE, CollapseGuard
-from unmask.training.keeper import Keeper, Stopped
 from unmask.training.metrics import Metrics
-from unmask.training.recipe import Optimisation
 from unmask.training.state import StageState
 
 Rates = dict[str, tuple[nn.Module, float]]  # a network by name: its module and its learning rate
 
 
-class NonFiniteError(ValueError):
+class NonFiniteError(UserError):
     """The loss or a gradient was not finite too often; the weights are those of the last good update."""
 
 
@@ -56,7 +57,7 @@ def run_stage(
     metrics: Metrics,
     begin_update: Callable[[float], None] = lambda progress: None,
     *,
-    keeper: Keeper | None = None,
+    checkpointer: Checkpointer | None = None,
     guard: CollapseGuard | None = None,
 ) -> None:
     """Minimise `objective` for `stage.updates` updates, less those that the keeper's checkpoint has behind it.
@@ -67,7 +68,7 @@ def run_stage(
     """
     shares = accelerator.num_processes * stage.accumulate
     if stage.batch < shares:
-        raise ValueError(
+        raise UserError(
             f"{name}: batch = {stage.batch} is too small for {accelerator.num_processes} processes with accumulate = "
             f"{stage.accumulate}: raise it to {shares} at least, or start fewer processes"
         )
@@ -81,8 +82,8 @@ def run_stage(
     # Accelerate's wrapping of the optimiser, for float16 and for accumulation (`_backward` does that), is left out.
     run, _ = accelerator.prepare(objective, adamw)
     state = StageState(objective, adamw, stage.ema, guard)
-    if keeper is not None:
-        keeper.begin(state)
+    if checkpointer is not None:
+        checkpointer.begin(state)
 
     objective.train()
     started = time.perf_counter() - state.seconds
@@ -118,11 +119,11 @@ def run_stage(
                             seconds=round(state.seconds, 3),
                         )
                 if state.in_a_row == stage.max_bad:
-                    _give_up(name, state, stage, wrong, batch_ids(seed, index, update, stage, task), keeper)
+                    _give_up(name, state, stage, wrong, batch_ids(seed, index, update, stage, task), checkpointer)
                 if state.in_a_row or stop or due:
                     late = 0  # look closely: what is saved must be all that has happened, and nothing more
-            if keeper is not None and (stop or due):
-                keeper.save(name, state)
+            if checkpointer is not None and (stop or due):
+                checkpointer.save(name, state)
             if stop:
                 done = f"stage {name} is saved after update {state.update} of {stage.updates}"
                 raise Stopped(f"stopped by SIGTERM; {done}")
@@ -137,8 +138,8 @@ def run_stage(
             state.update = update + 1
             recorded = _backward(run, micro_batches, stage.batch, accelerator)
             wishes = {
-                "stop": keeper is not None and keeper.stop.came,
-                "due": keeper is not None and keeper.due(update + 1),
+                "stop": checkpointer is not None and checkpointer.stop.came,
+                "due": checkpointer is not None and checkpointer.due(update + 1),
             }
             norms = {
                 _norm(group["name"]): accelerator.clip_grad_norm_(group["params"], stage.clip)
@@ -203,12 +204,12 @@ def _micro_batches(
         examples = task.examples(ids, "train")
         if not (examples.num_response > 0).all():
             empty = int(ids[examples.num_response == 0][0])
-            raise ValueError(
+            raise UserError(
                 f"task {task.name}: training example {empty} has an empty response, so nothing to learn from"
             )
         names = draw_names(seed, index, update * stage.batch + slots)
         u = stratified(seed, Purpose.TIME, index, update, slots=slots, total=stage.batch)
-        found.append((examples.to(accelerator.device), sent(names, accelerator.device), u))
+        found.append((examples.to(accelerator.device), to_device(names, accelerator.device), u))
     return found
 
 
@@ -259,7 +260,7 @@ class _Numbers:
         self.wishes = {name: float(wish) for name, wish in wishes.items()}
         stacked = torch.stack(list(shares.values())).double()
         if accelerator.num_processes > 1:
-            wished = sent(torch.tensor(list(self.wishes.values()), dtype=torch.float64), stacked.device)
+            wished = to_device(torch.tensor(list(self.wishes.values()), dtype=torch.float64), stacked.device)
             stacked, summed = accelerator.reduce(torch.cat([stacked, wished]), "sum").tensor_split([len(shares)])
             same = {**same, **dict(zip(wishes, summed, strict=True))}
         self.names = (*shares, *same)
@@ -313,14 +314,14 @@ def _judge(state: StageState, wrong: list[str], recorded: dict[str, float]) -> l
 
 
 def _give_up(
-    name: str, state: StageState, stage: Optimisation, wrong: list[str], ids: Tensor, keeper: Keeper | None
+    name: str, state: StageState, stage: Optimisation, wrong: list[str], ids: Tensor, checkpointer: Checkpointer | None
 ) -> None:
     """Save the state before the updates that went wrong, which skipped ones left as it was, and say which those are."""
     last = state.update - 1
     state.update, state.skipped, state.in_a_row = state.update - stage.max_bad, state.skipped - stage.max_bad, 0
     saved = ""
-    if keeper is not None:
-        keeper.save(name, state)
+    if checkpointer is not None:
+        checkpointer.save(name, state)
         saved = f"; the state before update {state.update} is saved"
     times = f"{stage.max_bad} updates in a row" if stage.max_bad > 1 else "once, and max_bad is 1"
     raise NonFiniteError(

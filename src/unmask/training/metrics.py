@@ -9,7 +9,7 @@ from typing import Any
 
 from unmask import files
 from unmask.jsonl import sealed, unsealed
-from unmask.training.checkpoints import CheckpointError, reason, warn
+from unmask.training.checkpoint import CheckpointError, reason, warn
 
 
 class Metrics:

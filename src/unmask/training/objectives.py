@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from unmask.models.backbone import places, scatter
 from unmask.models.networks import Denoiser
 from unmask.models.order_model import OrderModel
-from unmask.streams import Purpose, uniforms
-from unmask.tasks.task import Examples, sent
-from unmask.training.reading import log_likelihood, placed, read_denoiser, selector_features
+from unmask.rng import Purpose, uniforms
+from unmask.tasks.task import Examples, to_device
+from unmask.training.reading import log_likelihood, read_denoiser, selector_features, with_layout
 from unmask.training.teacher import first_logits, parse_teacher, reveal_steps
 from unmask.variational.elbo import BoundTerms, bound_terms
 from unmask.variational.estimators import Baseline, MovingAverage, estimate_bound
@@ -54,10 +54,10 @@ class DenoiseObjective(nn.Module):
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
         """examples [B]; ids [B], which name their draws; u [B] stratified uniforms, which choose the counts m."""
-        examples, layout = placed(examples, self.denoiser)
+        examples, layout = with_layout(examples, self.denoiser)
         tokens = examples.tokens
         counts = mask_counts(u.cpu(), examples.num_response)
-        num_masked, counts, ids = int(counts.sum()), sent(counts, tokens.device), sent(ids, tokens.device)
+        num_masked, counts, ids = int(counts.sum()), to_device(counts, tokens.device), to_device(ids, tokens.device)
         masked = self.mask(examples.response, examples.position, counts, ids, self.seed)
         reading = read_denoiser(self.denoiser, tokens, masked, layout, num_masked)
         log_mu = reading.spread(self.likelihood(reading.logits, reading.truth))
@@ -77,7 +77,7 @@ def mask_uniformly(response: Tensor, position: Tensor, counts: Tensor, ids: Tens
     return response & (rank < counts[:, None])
 
 
-class Walked(NamedTuple):
+class Rollout(NamedTuple):
     """k trajectories a sequence down to x_{t+1}, and what the networks say there: all that the bound is made of."""
 
     scores: Tensor  # [B, L]
@@ -131,16 +131,18 @@ class OrderObjective(nn.Module):
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
         """examples [B]; ids [B], which name their draws; u [B] stratified uniforms, which choose the times t."""
-        walked = self.walk(examples, ids, sample_times(u, self.budget))
-        num_response = sent(examples.num_response, walked.t.device)
-        kl_weight = sent(torch.tensor(self.kl_weight), walked.t.device)  # a number would compile a program each update
-        return Outcome(*self.parts.conclude(walked, num_response, kl_weight))
+        rollout = self.rollout(examples, ids, sample_times(u, self.budget))
+        num_response = to_device(examples.num_response, rollout.t.device)
+        kl_weight = to_device(
+            torch.tensor(self.kl_weight), rollout.t.device
+        )  # a number would compile a program each update
+        return Outcome(*self.parts.conclude(rollout, num_response, kl_weight))
 
-    def conclude(self, walked: Walked, num_response: Tensor, kl_weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def conclude(self, rollout: Rollout, num_response: Tensor, kl_weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss in nats a token, and the metrics."""
-        terms, log_q = self.parts.bound(walked)
+        terms, log_q = self.parts.bound(rollout)
         objective = terms.reconstruction - kl_weight * terms.order_kl
-        estimate = estimate_bound(objective, log_q, walked.t, self.budget, self.baseline)
+        estimate = estimate_bound(objective, log_q, rollout.t, self.budget, self.baseline)
         loss = (estimate.loss / num_response).mean()
 
         def per_token(values: Tensor) -> Tensor:
@@ -151,8 +153,8 @@ class OrderObjective(nn.Module):
             "reconstruction": per_token(terms.reconstruction),
             "order_kl": per_token(terms.order_kl),
             # E[steps] = sum_t P(x_{t+1} holds a mask): the same uniform t estimates it
-            "q_steps": self.budget * walked.drawn.masked.any(-1).float().mean(),
-            "saturated": saturation(walked.scores, walked.response),
+            "q_steps": self.budget * rollout.drawn.masked.any(-1).float().mean(),
+            "saturated": saturation(rollout.scores, rollout.response),
         }
 
     def begin_update(self, progress: float) -> None:
@@ -166,26 +168,26 @@ class OrderObjective(nn.Module):
 
         scores: those of the examples, where known.
         """
-        walked = self.walk(examples, ids, t, scores)
-        return *self.bound(walked), walked.drawn.masked
+        rollout = self.rollout(examples, ids, t, scores)
+        return *self.bound(rollout), rollout.drawn.masked
 
-    def bound(self, walked: Walked) -> tuple[BoundTerms, Tensor]:
+    def bound(self, rollout: Rollout) -> tuple[BoundTerms, Tensor]:
         """F1 and KL [B, k], and log Q [B, k]."""
-        scores, response, t, drawn, which, *said = walked
+        scores, response, t, drawn, which, *said = rollout
         tau, shared = self.model.config.tau, (t == self.budget - 1)[:, None, None]
         spread = (scatter(values, which, drawn.masked.shape[:2]) for values in said)
         log_mu, logits = (torch.where(shared, values[:, :1], values) for values in spread)  # [B, k, L]
         terms = bound_terms(scores, drawn.masked, t, tau, log_mu, logits, self.model.selection)
         return terms, log_prob(scores, response, t, self.budget, tau, drawn)
 
-    def walk(self, examples: Examples, ids: Tensor, t: Tensor, scores: Tensor | None = None) -> Walked:
+    def rollout(self, examples: Examples, ids: Tensor, t: Tensor, scores: Tensor | None = None) -> Rollout:
         """Draw k trajectories a sequence down to x_{t+1}, and ask the networks there."""
         k = self.trajectories
         device = next(self.model.parameters()).device
         examples = examples.to(device)
         scores = self.scores(examples) if scores is None else scores
         first_step = (t == self.budget - 1).cpu()  # [B]
-        t, ids = sent(t, device), sent(ids, device)
+        t, ids = to_device(t, device), to_device(ids, device)
         # Made here: Triton would take numbers that a compiled program counts out itself for 32-bit ones.
         steps, trajectory = torch.arange(1, self.budget, device=device), torch.arange(k, device=device)
         with torch.no_grad():
@@ -196,12 +198,12 @@ class OrderObjective(nn.Module):
         num_masked = drawn.masked.sum(-1).cpu()  # [B, k]: the one time that the device is waited for
         needed = (num_masked > 0) & (~first_step[:, None] | (torch.arange(k) == 0))
         asked = self._ask(examples, drawn.masked, t, needed, int(num_masked[needed].sum()))
-        return Walked(scores, examples.response, t, drawn, *asked)
+        return Rollout(scores, examples.response, t, drawn, *asked)
 
     def scores(self, examples: Examples) -> Tensor:
         """alpha [B, L]: one pass of the scorer, whatever k and t; a teacher adds up to T - 1 of the denoiser."""
         assert self.model.scorer is not None
-        examples, layout = placed(examples, self.model)
+        examples, layout = with_layout(examples, self.model)
         scores: Tensor = self.model.scorer(examples.tokens, layout, self._start(examples) if self.teacher else None)
         return scores
 
@@ -243,9 +245,9 @@ class OrderObjective(nn.Module):
         assert model.selector is not None
         which = places(needed, None)  # [R], on the CPU, as `needed`
         chosen = examples.rows(which // self.trajectories)
-        which = sent(which, masked.device)
+        which = to_device(which, masked.device)
         at = masked.flatten(0, 1)[which]  # [R, L]
-        chosen, layout = placed(chosen, model)
+        chosen, layout = with_layout(chosen, model)
         with torch.set_grad_enabled(self.learn_denoiser and torch.is_grad_enabled()):
             reading = read_denoiser(model.denoiser, chosen.tokens, at, layout, num_masked)
             log_mu, said = self.parts.read(reading.logits, reading.truth)
@@ -265,7 +267,7 @@ class _Parts(NamedTuple):
     draw: Callable[..., Trajectories]
     read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     features: Callable[[Tensor], Tensor]  # for the teacher
-    bound: Callable[[Walked], tuple[BoundTerms, Tensor]]
+    bound: Callable[[Rollout], tuple[BoundTerms, Tensor]]
     conclude: Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 

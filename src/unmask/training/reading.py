@@ -14,15 +14,15 @@ from unmask.models.networks import Denoiser
 from unmask.tasks.task import Examples
 
 
-def placed(examples: Examples, network: nn.Module) -> tuple[Examples, Layout]:
+def with_layout(examples: Examples, network: nn.Module) -> tuple[Examples, Layout]:
     """The examples on the device of a network, and their layout, without waiting for the device.
 
     No mask where nothing is padded, which lets attention take its fastest path.
     """
     weight, total = next(network.parameters()), int(examples.num_tokens.sum())
     examples = examples.to(weight.device)
-    attention = None if total == examples.tokens.numel() else examples.attention
-    return examples, Layout.of(examples.tokens, attention, stream_dtype(weight), total)
+    attention_mask = None if total == examples.tokens.numel() else examples.attention_mask
+    return examples, Layout.of(examples.tokens, attention_mask, stream_dtype(weight), total)
 
 
 def log_likelihood(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -52,14 +52,14 @@ def read_denoiser(
     denoiser: Denoiser,
     tokens: Tensor,
     masked: Tensor,
-    attention: Tensor | Layout | None,
+    attention_mask: Tensor | Layout | None,
     num_masked: int | None = None,
 ) -> Reading:
     """Mask the clean tokens [R, L] where `masked` [R, L] and ask for them back; logits only where masked.
 
     num_masked: M, where known.
     """
-    hidden = denoiser.hidden(torch.where(masked, denoiser.mask_token_id, tokens), attention)
+    hidden = denoiser.hidden(torch.where(masked, denoiser.mask_token_id, tokens), attention_mask)
     at = places(masked, num_masked)
     return Reading(hidden, at, tokens.flatten()[at], denoiser.logits(hidden.flatten(0, 1)[at]))
 

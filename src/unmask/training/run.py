@@ -20,9 +20,11 @@ from accelerate.utils import (
 )
 from tokenizers import Tokenizer
 
-from unmask.machine import precision_on
-from unmask.models.adaptation import adapt_causal
 from unmask.models.backbone import SIZES, BackboneConfig
+from unmask.models.importers.causal import adapt_causal
+from unmask.models.importers.pretrained import load_causal, load_tokenizer
+from unmask.models.importers.smdm import load_smdm
+from unmask.models.importers.vocabulary import vocabulary_of
 from unmask.models.networks import SelectorConfig
 from unmask.models.order_model import (
     ModelFolderError,
@@ -33,17 +35,28 @@ from unmask.models.order_model import (
     with_mask_token,
     word_level_tokenizer,
 )
-from unmask.models.pretrained import load_causal, load_tokenizer
-from unmask.models.smdm import load_smdm
-from unmask.models.vocabulary import vocabulary_of
-from unmask.process_settings import process_settings
+from unmask.recipe import (
+    DenoiseRecipe,
+    ModelRecipe,
+    OrderRecipe,
+    Recipe,
+    RecipeError,
+    continued,
+    flat,
+    not_continued,
+)
+from unmask.runtime import precision_on, process_settings
 from unmask.tasks import is_own, make_task, source_of
 from unmask.tasks.task import Task, check_task
-from unmask.training.checkpoints import Checkpoint, CheckpointError, CheckpointFolder, read_checkpoint
+from unmask.training.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, read_checkpoint
+from unmask.training.checkpointer import Checkpointer, Stopped, StopSignal, stop_signal
 from unmask.training.collapse import CollapseGuard
 from unmask.training.compiled import compiled_networks
 from unmask.training.expected_time import warn_of_time
-from unmask.training.folder import (
+from unmask.training.loop import Rates, run_stage
+from unmask.training.metrics import Metrics
+from unmask.training.objectives import DenoiseObjective, OrderObjective
+from unmask.training.run_folder import (
     RunFolderError,
     changes_in,
     finish,
@@ -55,20 +68,6 @@ from unmask.training.folder import (
     save_stage,
     store_recipe,
     sweep,
-)
-from unmask.training.keeper import Keeper, Stopped, StopSignal, stop_signal
-from unmask.training.loop import Rates, run_stage
-from unmask.training.metrics import Metrics
-from unmask.training.objectives import DenoiseObjective, OrderObjective
-from unmask.training.recipe import (
-    DenoiseRecipe,
-    ModelRecipe,
-    OrderRecipe,
-    Recipe,
-    RecipeError,
-    continued,
-    flat,
-    not_continued,
 )
 from unmask.training.state import copy_into, whole
 from unmask.training.teacher import parse_teacher
@@ -126,7 +125,7 @@ class _Training:
         self.checkpoints.folder.mkdir(exist_ok=True)
         about = {"recipe": dataclasses.asdict(recipe)}
         writes = accelerator.is_main_process
-        self.keeper = Keeper(self.checkpoints, recipe.saving, self.metrics, stop, about, writes)
+        self.checkpointer = Checkpointer(self.checkpoints, recipe.saving, self.metrics, stop, about, writes)
         self.finished: list[str] = []
 
     def run(self, model: OrderModel, plain: OrderModel | None) -> OrderModel:
@@ -222,8 +221,8 @@ class _Training:
     ) -> None:
         """`index` names the stage's stream of examples and times: no two stages see the same ones."""
         accelerator = self.accelerator
-        self.keeper.resume = self._checkpoint(name)
-        self.keeper.begun = lambda update: self._begun(name, update)
+        self.checkpointer.resume = self._checkpoint(name)
+        self.checkpointer.begun = lambda update: self._begun(name, update)
         # FSDP2 turns the weights of a module into shards for good, so there it is a copy that is trained.
         sharded = accelerator.distributed_type == DistributedType.FSDP
         trained, trained_rates = copy.deepcopy((objective, rates)) if sharded else (objective, rates)
@@ -240,7 +239,7 @@ class _Training:
                 accelerator,
                 self.metrics,
                 begin,
-                keeper=self.keeper,
+                checkpointer=self.checkpointer,
                 guard=_guard(how),
             )
         if sharded:
@@ -424,7 +423,7 @@ def _task(recipe: Recipe, trained: bool = False) -> Task:
         task = make_task(str(recipe.task["name"]), **options)
         if not trained:
             check_task(task)
-    except ValueError as error:
+    except UserError as error:
         raise RecipeError(str(error)) from None
     return task
 
@@ -474,7 +473,7 @@ def _from_causal(recipe: Recipe, task: Task) -> OrderModel:
     try:
         length = recipe.model.max_length or task.length
         return adapt_causal(load_causal(source), tokenizer, shift=recipe.model.shift, max_length=length)
-    except ValueError as error:
+    except UserError as error:
         advice = f": set task.tokenizer to {source!r}" if "are not tokens of" in str(error) else ""
         raise RecipeError(f"model.causal = {source!r}: {error}{advice}") from None
 
@@ -490,7 +489,7 @@ def _from_smdm(recipe: Recipe, task: Task) -> OrderModel:
         raise RecipeError(f"init = {recipe.init!r} does not say its heads: set model.size, such as '170m'")
     try:
         return load_smdm(recipe.init, _shape(recipe.model, task), load_tokenizer(source).tokenizer, tokenizer)
-    except ValueError as error:
+    except UserError as error:
         raise RecipeError(f"init: {error}") from None
 
 
@@ -531,7 +530,7 @@ def _shape(model: ModelRecipe, task: Task) -> BackboneConfig:
             qk_norm=model.qk_norm,
             absolute_positions=model.absolute_positions,
         )
-    except ValueError as error:
+    except UserError as error:
         raise RecipeError(f"model: {error}") from None
 
 
@@ -567,7 +566,7 @@ def _with_order(plain: OrderModel, recipe: Recipe) -> OrderModel:
         )
         check_memory(config, copies=1)
         model = OrderModel(config, plain.tokenizer)
-    except ValueError as error:
+    except UserError as error:
         raise RecipeError(f"model: {error}") from None
     model.denoiser.load_state_dict(plain.denoiser.state_dict())
     return model

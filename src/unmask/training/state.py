@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from unmask.training.checkpoints import Checkpoint, CheckpointError
+from unmask.errors import UserError
+from unmask.training.checkpoint import Checkpoint, CheckpointError
 from unmask.training.collapse import PATIENCE, CollapseGuard
 from unmask.variational.estimators import MovingAverage
 
@@ -192,9 +193,9 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def copy_into(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
     """Raises ValueError unless the names and shapes agree."""
     if odd := sorted(targets.keys() ^ sources.keys()):
-        raise ValueError(f"{odd[0]} is in one and not in the other")
+        raise UserError(f"{odd[0]} is in one and not in the other")
     for name, target in targets.items():
         source = sources[name]
         if source.shape != target.shape:
-            raise ValueError(f"{name} has shape {list(source.shape)}, not {list(target.shape)}")
+            raise UserError(f"{name} has shape {list(source.shape)}, not {list(target.shape)}")
         target.copy_(source if isinstance(source, DTensor) else like(source, target))

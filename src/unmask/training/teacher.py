@@ -19,21 +19,22 @@ from torch import Tensor
 
 from unmask.decoding.confidence import FEATURES, Confidence
 from unmask.decoding.policies import EntropyBounded, Factor, Policy, SelectorNetwork, Step, Threshold, parse_policy
+from unmask.errors import UserError
 from unmask.models.networks import Denoiser
-from unmask.tasks.task import Examples, sent
-from unmask.training.reading import placed, read_denoiser, selector_features
+from unmask.tasks.task import Examples, to_device
+from unmask.training.reading import read_denoiser, selector_features, with_layout
 
 EDGE = 1 / 20  # e
 
 
 def parse_teacher(text: str) -> Policy:
-    """The rule, or ValueError: it must reveal what the denoiser is sure of, by what the selector reads."""
+    """The rule, or UserError: it must reveal what the denoiser is sure of, by what the selector reads."""
     try:
         rule = parse_policy(text, network=cast(SelectorNetwork, object()))
-    except ValueError as error:
-        raise ValueError(f"teacher = {text!r}: {error}") from None
+    except UserError as error:
+        raise UserError(f"teacher = {text!r}: {error}") from None
     if not isinstance(rule, Threshold | Factor | EntropyBounded) or not rule.reads <= FEATURES:
-        raise ValueError(f"teacher = {text!r} cannot teach: take threshold, factor or eb, such as threshold:0.9")
+        raise UserError(f"teacher = {text!r} cannot teach: take threshold, factor or eb, such as threshold:0.9")
     return rule
 
 
@@ -56,8 +57,8 @@ def reveal_steps(
         rows = num_masked.nonzero()[:, 0]
         if not len(rows):
             break
-        left, layout = placed(examples.rows(rows), denoiser)
-        there = sent(rows, masked.device)
+        left, layout = with_layout(examples.rows(rows), denoiser)
+        there = to_device(rows, masked.device)
         at = masked[there]  # [R, L]
         reading = read_denoiser(denoiser, left.tokens, at, layout, int(num_masked.sum()))
         top, margin, entropy = reading.spread(features(reading.logits)).unbind(-1)
@@ -80,10 +81,10 @@ def _step(examples: Examples, masked: Tensor, index: int, budget: int, said: Con
         masked,
         examples.response,
         num_response,
-        examples.attention,
+        examples.attention_mask,
         uniforms=_nothing_drawn,
         memory={},
-        said=said,
+        stats=said,
     )
 
 

@@ -15,7 +15,17 @@ from unmask.decoding.policies.ranked import (
     check_confidence,
     confidence_read,
 )
-from unmask.decoding.policies.rule import Decision, Policy, Step, Which, descending, first, highest, require, written
+from unmask.decoding.policies.rule import (
+    ConfidenceKind,
+    Decision,
+    Policy,
+    Step,
+    descending,
+    first,
+    highest,
+    require,
+    written,
+)
 
 
 def rounding(values: Tensor) -> float:
@@ -35,10 +45,10 @@ class Threshold(Policy):
     `paced`: at least the ceil(|M| / (S - i)) with the largest c_n, so that the last step is not left with the rest.
     """
 
-    short = "threshold"
+    key = "threshold"
     threshold: float = 0.9
     _: KW_ONLY
-    confidence: Which = "max"
+    confidence: ConfidenceKind = "max"
     paced: bool = False
 
     def __post_init__(self) -> None:
@@ -66,10 +76,10 @@ class Factor(Policy):
     The first is always revealed.  c falls and the bar rises with r, so the prefix ends where the bar is first missed.
     """
 
-    short = "factor"
+    key = "factor"
     factor: float = 1.0
     _: KW_ONLY
-    confidence: Which = "max"
+    confidence: ConfidenceKind = "max"
 
     def __post_init__(self) -> None:
         require(0 < self.factor < float("inf"), f"factor must be above 0, got {self.factor}")
@@ -96,7 +106,7 @@ class EntropyBounded(Policy):
     never falls as the prefix grows.
     """
 
-    short = "eb"
+    key = "eb"
     gamma: float = 0.1
     _: KW_ONLY
     order: Ranked = field(default_factory=TopProbability)
@@ -112,7 +122,7 @@ class EntropyBounded(Policy):
 
     def decide(self, step: Step) -> Decision:
         order = descending(self.order.score(step), step.masked)
-        H = torch.where(step.masked, step.said["entropy"], 0.0).gather(-1, order)  # [b, L]
+        H = torch.where(step.masked, step.stats["entropy"], 0.0).gather(-1, order)  # [b, L]
         lost = H.cumsum(-1) - H.cummax(-1).values
         alone = torch.arange(H.shape[-1], device=H.device) == 0
         return Decision(step.masked & prefix(order, (lost <= self.gamma + rounding(H)) | alone))
@@ -127,12 +137,12 @@ class KLStable(Policy):
     It keeps the last pass's distribution: N x V floats a sequence.
     """
 
-    short = "klass"
+    key = "klass"
     tau: float = 0.9
     eps: float = 0.01
     h: int = 2
     _: KW_ONLY
-    confidence: Which = "max"
+    confidence: ConfidenceKind = "max"
 
     def __post_init__(self) -> None:
         require(0 <= self.tau < 1, f"klass: tau must be at least 0 and below 1, got {self.tau}")
@@ -144,12 +154,12 @@ class KLStable(Policy):
     def reads(self) -> frozenset[str]:
         return confidence_read(self.confidence) | {"change"}
 
-    def remember(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
+    def init_state(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
         return {"stable": torch.zeros(rows, length, dtype=torch.long, device=device)}  # passes in a row with KL < eps
 
     def decide(self, step: Step) -> Decision:
         log_c = step.log_c(self.confidence)
-        stable = torch.where(step.said["change"] < self.eps, step.memory["stable"] + 1, 0)
+        stable = torch.where(step.stats["change"] < self.eps, step.memory["stable"] + 1, 0)
         log_tau = math.log(self.tau) if self.tau else -math.inf
         sure = step.masked & (log_c > log_tau + rounding(log_c)) & (stable >= self.h)
         counted = highest(log_c, step.masked, step.count())

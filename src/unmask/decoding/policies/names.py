@@ -12,7 +12,7 @@ from unmask.decoding.policies.ranked import Entropy, LeftToRight, Margin, Stocha
 from unmask.decoding.policies.remasking import P2, RDM, ReMDMCap, ReMDMConf, ReMDMRescale
 from unmask.decoding.policies.rule import Policy, default, written
 from unmask.decoding.policies.structured import IID, Blocks, Dilated
-from unmask.suggest import did_you_mean
+from unmask.errors import UserError, did_you_mean
 
 _CLASSES: tuple[type[Policy], ...] = (
     *(IID, TopProbability, Margin, Entropy, LeftToRight, Stochastic),
@@ -20,25 +20,25 @@ _CLASSES: tuple[type[Policy], ...] = (
     *(RDM, P2, ReMDMCap, ReMDMRescale, ReMDMConf),
     *(Learned, OneAtATime, RewardTrained),
 )
-RULES: dict[str, type[Policy]] = {rule.short: rule for rule in _CLASSES}
+RULES: dict[str, type[Policy]] = {rule.key: rule for rule in _CLASSES}
 
 
 def parse_policy(text: str, network: SelectorNetwork | None = None) -> Policy:
     """The rule that `text` names.  `network` is the selector of the rules that need one."""
     if text.count("(") > 8:
-        raise ValueError(f"cannot read a policy with {text.count('(')} brackets: no rule nests so deep")
+        raise UserError(f"cannot read a policy with {text.count('(')} brackets: no rule nests so deep")
     match = re.fullmatch(r"\s*([a-z0-9-]+)\s*(?::\s*([^:()]+)|\((.*)\))?\s*", text, flags=re.DOTALL)
     if match is None:
-        raise ValueError(f"cannot read the policy {text!r}: write it as margin, threshold:0.9 or blocks(32,margin)")
-    short, single, several = match.groups()
-    if short not in RULES:
-        raise ValueError(f"unknown policy {short!r}; {did_you_mean(short, RULES)}choose from {', '.join(RULES)}")
-    rule = RULES[short]
+        raise UserError(f"cannot read the policy {text!r}: write it as margin, threshold:0.9 or blocks(32,margin)")
+    key, single, several = match.groups()
+    if key not in RULES:
+        raise UserError(f"unknown policy {key!r}; {did_you_mean(key, RULES)}choose from {', '.join(RULES)}")
+    rule = RULES[key]
     arguments = [single] if single is not None else _split(several, text) if several and several.strip() else []
     values: dict[str, Any] = {}
     if issubclass(rule, NetworkPolicy):
         if network is None:
-            raise ValueError(f"{short} needs a learned order, and there is none: train one with an [order] section")
+            raise UserError(f"{key} needs a learned order, and there is none: train one with an [order] section")
         values["network"] = network
     types, positional = get_type_hints(rule), [p for p in parameters(rule) if not p.kw_only]
     for place, argument in enumerate(part.strip() for part in arguments):
@@ -46,19 +46,19 @@ def parse_policy(text: str, network: SelectorNetwork | None = None) -> Policy:
         # `deterministic` alone sets a switch; an `=` inside brackets belongs to a rule in there.
         if not re.fullmatch(r"[a-z_]+", name.strip()) or (not equals and types.get(name) is not bool):
             if place >= len(positional):
-                raise ValueError(f"{text!r}: {usage(rule)} has no place for {argument!r}")
+                raise UserError(f"{text!r}: {usage(rule)} has no place for {argument!r}")
             name, value = positional[place].name, argument
         elif not equals:
             value = "true"
         name = name.strip()
         if name not in {p.name for p in parameters(rule)}:
-            raise ValueError(f"{text!r}: {short} has no parameter {name!r}; write it as {usage(rule)}")
+            raise UserError(f"{text!r}: {key} has no parameter {name!r}; write it as {usage(rule)}")
         if name in values:
-            raise ValueError(f"{text!r}: {name} is given twice")
+            raise UserError(f"{text!r}: {name} is given twice")
         values[name] = _value(value.strip(), types[name], f"{text!r}: {name}", network)
     missing = [p.name for p in positional if p.name not in values and default(p) is MISSING]
     if missing:
-        raise ValueError(f"{text!r}: {' and '.join(missing)} missing; write it as {usage(rule)}")
+        raise UserError(f"{text!r}: {' and '.join(missing)} missing; write it as {usage(rule)}")
     return rule(**values)
 
 
@@ -78,7 +78,7 @@ def usage(rule: type[Policy]) -> str:
     for parameter in parameters(rule):
         value = parameter.name.upper() if default(parameter) is MISSING else written(default(parameter))
         shown.append(f"{parameter.name}={value}" if parameter.kw_only else value)
-    return f"{rule.short}({','.join(shown)})" if shown else rule.short
+    return f"{rule.key}({','.join(shown)})" if shown else rule.key
 
 
 def _split(arguments: str, text: str) -> list[str]:
@@ -93,7 +93,7 @@ def _split(arguments: str, text: str) -> list[str]:
         else:
             parts[-1] += letter
     if depth != 0:
-        raise ValueError(f"cannot read the policy {text!r}: its brackets do not match")
+        raise UserError(f"cannot read the policy {text!r}: its brackets do not match")
     return parts
 
 
@@ -102,19 +102,19 @@ def _value(text: str, wanted: Any, what: str, network: SelectorNetwork | None) -
     if get_origin(wanted) is not None:  # Literal
         choices = get_args(wanted)
         if text not in choices:
-            raise ValueError(f"{what} must be {' or '.join(choices)}, got {text!r}")
+            raise UserError(f"{what} must be {' or '.join(choices)}, got {text!r}")
         return text
     if wanted is bool:
         if text not in ("true", "false"):
-            raise ValueError(f"{what} must be true or false, got {text!r}")
+            raise UserError(f"{what} must be true or false, got {text!r}")
         return text == "true"
     if wanted in (int, float):
         try:
             number = wanted(text)
         except ValueError:
             kind = "a whole number" if wanted is int else "a number"
-            raise ValueError(f"{what} must be {kind}, got {text!r}") from None
+            raise UserError(f"{what} must be {kind}, got {text!r}") from None
         if wanted is int and abs(number) >= 2**31:
-            raise ValueError(f"{what} must be below 2^31, got {text!r}")
+            raise UserError(f"{what} must be below 2^31, got {text!r}")
         return number
     return parse_policy(text, network)

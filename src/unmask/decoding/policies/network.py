@@ -12,6 +12,7 @@ from torch import Tensor
 from unmask.decoding.confidence import FEATURES, features
 from unmask.decoding.policies.ranked import check_temperature
 from unmask.decoding.policies.rule import Decision, Policy, Step, highest, require
+from unmask.errors import UserError
 from unmask.variational.selection import Bernoulli, NonEmpty, Selection
 
 
@@ -23,7 +24,13 @@ class ScoringNetwork(Protocol):
         """The numbers of steps S that it was trained for."""
 
     def __call__(
-        self, hidden: Tensor, confidences: Tensor, masked: Tensor, t: Tensor, budget: Tensor, attention: Tensor | None
+        self,
+        hidden: Tensor,
+        confidences: Tensor,
+        masked: Tensor,
+        t: Tensor,
+        budget: Tensor,
+        attention_mask: Tensor | None,
     ) -> Tensor: ...
 
 
@@ -43,13 +50,13 @@ class NetworkPolicy(Policy):
     def check(self, max_steps: int, num_response: Tensor) -> None:
         if max_steps not in self.network.budgets:
             budgets = ", ".join(map(str, self.network.budgets))
-            raise ValueError(f"the learned order was trained for T = {budgets} only, not for {max_steps} steps")
+            raise UserError(f"the learned order was trained for T = {budgets} only, not for {max_steps} steps")
 
     def logits(self, step: Step) -> Tensor:
         """[b, L] at t = S - 1 - i."""
-        said = torch.where(step.masked[..., None], features(step.said), 0.0)
+        stats = torch.where(step.masked[..., None], features(step.stats), 0.0)
         t = step.max_steps - 1 - step.index
-        return self.network(step.hidden, said, step.masked, t, step.max_steps, step.attention)
+        return self.network(step.hidden, stats, step.masked, t, step.max_steps, step.attention_mask)
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class Learned(NetworkPolicy):
     selected), deterministic reveals p_n >= 1/2 instead of drawing.
     """
 
-    short = "learned"
+    key = "learned"
     network: SelectorNetwork = field(repr=False)
     _: KW_ONLY
     temperature: float = 1.0
@@ -101,7 +108,7 @@ class Learned(NetworkPolicy):
 class OneAtATime(NetworkPolicy):
     """One mask a step, from softmax(order logits over M) (LO-ARM, Wang et al. 2025)."""
 
-    short = "lo-arm"
+    key = "lo-arm"
     network: ScoringNetwork = field(repr=False)
 
     def decide(self, step: Step) -> Decision:
@@ -116,7 +123,7 @@ class OneAtATime(NetworkPolicy):
 class RewardTrained(NetworkPolicy):
     """r_n ~ Bern(sigmoid(b_n / temperature)); none: the most probable, counted (Jazbec et al. 2025)."""
 
-    short = "reward"
+    key = "reward"
     network: ScoringNetwork = field(repr=False)
     temperature: float = 1.0
 

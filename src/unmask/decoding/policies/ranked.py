@@ -7,7 +7,17 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.rule import Decision, Policy, Step, Which, descending, first, highest, require, written
+from unmask.decoding.policies.rule import (
+    ConfidenceKind,
+    Decision,
+    Policy,
+    Step,
+    descending,
+    first,
+    highest,
+    require,
+    written,
+)
 
 
 class Ranked(Policy):
@@ -29,9 +39,9 @@ class Ranked(Policy):
 class TopProbability(Ranked):
     """The k_i largest c_n = max_v p_n(v) (MaskGIT; LLaDA's `low_confidence`)."""
 
-    short = "top-prob"
+    key = "top-prob"
     _: KW_ONLY
-    confidence: Which = "max"
+    confidence: ConfidenceKind = "max"
 
     def __post_init__(self) -> None:
         check_confidence(self.confidence)
@@ -51,35 +61,35 @@ class TopProbability(Ranked):
 class Margin(Ranked):
     """The k_i largest p_n(1st) - p_n(2nd) (Kim et al. 2025)."""
 
-    short = "margin"
+    key = "margin"
 
     @property
     def reads(self) -> frozenset[str]:
         return frozenset({"margin"})
 
     def score(self, step: Step) -> Tensor:
-        return step.said["margin"]
+        return step.stats["margin"]
 
 
 @dataclass(frozen=True)
 class Entropy(Ranked):
     """The k_i smallest entropies H_n (Dream's `entropy`; beware: two public codes rank by +H)."""
 
-    short = "entropy"
+    key = "entropy"
 
     @property
     def reads(self) -> frozenset[str]:
         return frozenset({"entropy"})
 
     def score(self, step: Step) -> Tensor:
-        return -step.said["entropy"]
+        return -step.stats["entropy"]
 
 
 @dataclass(frozen=True)
 class LeftToRight(Ranked):
     """The k_i leftmost masks: the autoregressive limit."""
 
-    short = "left-to-right"
+    key = "left-to-right"
 
     def score(self, step: Step) -> Tensor:
         return -step.place().double()
@@ -92,7 +102,7 @@ class Stochastic(Policy):
     By Gumbel-top-k: the k largest of  score_n / temperature - log(-log u_n)  are such a draw.
     """
 
-    short = "stochastic"
+    key = "stochastic"
     order: Ranked
     temperature: float
 
@@ -110,7 +120,7 @@ class Stochastic(Policy):
         return Decision(highest(perturbed, step.masked, step.count()))
 
 
-def confidence_read(confidence: Which) -> frozenset[str]:
+def confidence_read(confidence: ConfidenceKind) -> frozenset[str]:
     return frozenset({"log_top" if confidence == "max" else "log_proposal"})
 
 

@@ -20,9 +20,9 @@ class RDM(Policy):
     with `cond` only if its proposal is the token that stands there and p_n(x_n) has fallen since it was revealed.
     """
 
-    short = "rdm"
+    key = "rdm"
     remasks = True
-    everywhere = True
+    reads_revealed = True
     schedule: Literal["cosine", "linear"] = "cosine"
     revise: Literal["uncond", "cond"] = "uncond"
 
@@ -35,7 +35,7 @@ class RDM(Policy):
         return frozenset({"log_proposal"})
 
     def decide(self, step: Step) -> Decision:
-        log_p, N, S = step.said["log_proposal"], step.num_response, step.max_steps
+        log_p, N, S = step.stats["log_proposal"], step.num_response, step.max_steps
         if self.schedule == "linear":
             count = N * (S - 1 - step.index) // S
         else:  # cos(pi/3) is 1/2 up to a rounding, and floor would take a rounding for a whole position
@@ -54,16 +54,16 @@ class P2(Policy):
     The other masks are revealed (path planning with the denoiser as its own planner, Peng et al. 2025).
     """
 
-    short = "p2"
+    key = "p2"
     remasks = True
-    everywhere = True
+    reads_revealed = True
 
     @property
     def reads(self) -> frozenset[str]:
         return frozenset({"log_proposal", "log_current"})
 
     def decide(self, step: Step) -> Decision:
-        score = torch.where(step.masked, step.said["log_proposal"], step.said["log_current"])
+        score = torch.where(step.masked, step.stats["log_proposal"], step.stats["log_current"])
         count = step.num_response * (step.max_steps - 1 - step.index) // step.max_steps
         low = highest(-score, step.response, count)
         return Decision(step.masked & ~low, remask=low & ~step.masked)
@@ -97,7 +97,7 @@ class _ReMDM(Policy):
 class ReMDMCap(_ReMDM):
     """ReMDM (Wang et al. 2025) with sigma = min(eta, sigma_max): every revealed token is doubted alike."""
 
-    short = "remdm-cap"
+    key = "remdm-cap"
     eta: float = 0.008
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ class ReMDMCap(_ReMDM):
 class ReMDMRescale(_ReMDM):
     """ReMDM (Wang et al. 2025) with sigma = eta sigma_max."""
 
-    short = "remdm-rescale"
+    key = "remdm-rescale"
     eta: float = 0.015
 
     def __post_init__(self) -> None:
@@ -125,7 +125,7 @@ class ReMDMRescale(_ReMDM):
 class ReMDMConf(_ReMDM):
     """ReMDM (Wang et al. 2025), sigma_n = sigma_max softmax over the revealed of (-p_n at reveal), 0 at the masked."""
 
-    short = "remdm-conf"
+    key = "remdm-conf"
 
     @property
     def reads(self) -> frozenset[str]:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from unmask.decoding.confidence import Confidence
 from unmask.decoding.schedules import reveal_count
+from unmask.errors import UserError
 
-Which = Literal["max", "sampled"]  # c_n = max_v p_n(v), or p_n(x_n) of the token proposed
+ConfidenceKind = Literal["max", "sampled"]  # c_n = max_v p_n(v), or p_n(x_n) of the token proposed
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,12 @@ class Step:
     masked: Tensor  # [b, L] bool: M
     response: Tensor  # [b, L] bool: the N positions that are written, masked or not
     num_response: Tensor  # [b]: N
-    attention: Tensor | None  # [b, L] bool; None: no padding
+    attention_mask: Tensor | None  # [b, L] bool; None: no padding
     uniforms: Callable[[], Tensor]  # [b, L + 1] in (0, 1) on call: one a position, one for the whole sequence
     memory: dict[str, Tensor]  # what the rule kept from the step before
     # From the denoiser's pass; absent for a rule that declares `reads = frozenset()`.
     proposal: Tensor = field(default_factory=lambda: torch.empty(0))  # [b, L]: x_n where the rule may look
-    said: Confidence = field(default_factory=lambda: Confidence())  # [b, L] each: what the rule declares in `reads`
+    stats: Confidence = field(default_factory=lambda: Confidence())  # [b, L] each: what the rule declares in `reads`
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))  # [b, L, D]
     log_reveal: Tensor = field(default_factory=lambda: torch.empty(0))  # [b, L]: log p(x_n) when n was revealed
 
@@ -42,9 +43,9 @@ class Step:
         """j [b, L]: which response position of its sequence each one is, from 0; meaningless outside the response."""
         return self.response.long().cumsum(-1) - 1
 
-    def log_c(self, confidence: Which) -> Tensor:
+    def log_c(self, confidence: ConfidenceKind) -> Tensor:
         """log c_n [b, L]."""
-        return self.said["log_top"] if confidence == "max" else self.said["log_proposal"]
+        return self.stats["log_top"] if confidence == "max" else self.stats["log_proposal"]
 
 
 class Decision(NamedTuple):
@@ -64,9 +65,9 @@ class Policy:
     their default.  `parse_policy(rule.name)` gives a rule of `RULES` back.
     """
 
-    short: ClassVar[str]
+    key: ClassVar[str]
     remasks: ClassVar[bool] = False  # then it runs all S steps
-    everywhere: ClassVar[bool] = False  # it also looks at what is already revealed: the whole response is projected
+    reads_revealed: ClassVar[bool] = False  # it also looks at what is already revealed: the whole response is projected
 
     @property
     def reads(self) -> frozenset[str]:
@@ -84,15 +85,15 @@ class Policy:
             elif value != default(parameter):
                 shown.append(parameter.name if value is True else f"{parameter.name}={written(value)}")
         if not shown:
-            return self.short
+            return self.key
         if len(shown) == 1 and not parameters[0].kw_only:
-            return f"{self.short}:{shown[0]}"
-        return f"{self.short}({','.join(shown)})"
+            return f"{self.key}:{shown[0]}"
+        return f"{self.key}({','.join(shown)})"
 
     def check(self, max_steps: int, num_response: Tensor) -> None:
         """Raise ValueError where the rule cannot run with this budget on responses of these sizes [B]."""
 
-    def remember(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
+    def init_state(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
         """What it keeps between steps, as it is before the first: tensors [rows, ...]."""
         return {}
 
@@ -140,4 +141,4 @@ def highest(score: Tensor, among: Tensor, count: Tensor) -> Tensor:
 def require(condition: bool, message: str) -> None:
     """Parameters out of range, in one line."""
     if not condition:
-        raise ValueError(message)
+        raise UserError(message)

@@ -15,7 +15,7 @@ from unmask.decoding.policies.rule import Decision, Policy, Step, require
 class IID(Policy):
     """Each mask independently with probability 1 / (S - i): ancestral sampling, linear schedule (MDLM, MD4, SMDM)."""
 
-    short = "iid"
+    key = "iid"
 
     def decide(self, step: Step) -> Decision:
         left = step.max_steps - step.index
@@ -29,7 +29,7 @@ class Dilated(Policy):
     j counts the response from 0; over after ceil(log2 N) rounds at most (N = 1: one).  Inside `blocks`, N is the block.
     """
 
-    short = "dus"
+    key = "dus"
 
     def decide(self, step: Step) -> Decision:
         rounds = (step.index + 1).clamp(max=62)  # a shift by 63 is no number any more
@@ -46,7 +46,7 @@ class Blocks(Policy):
     next at once.
     """
 
-    short = "blocks"
+    key = "blocks"
     size: int
     inner: Policy
 
@@ -73,9 +73,9 @@ class Blocks(Policy):
             f"not {max_steps}",
         )
 
-    def remember(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
+    def init_state(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
         block = torch.full((rows,), -1, device=device)
-        return {"block": block, "used": torch.zeros_like(block)} | self.inner.remember(rows, length, device)
+        return {"block": block, "used": torch.zeros_like(block)} | self.inner.init_state(rows, length, device)
 
     def decide(self, step: Step) -> Decision:
         block = step.place() // self.size  # [b, L]

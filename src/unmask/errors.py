@@ -1,0 +1,16 @@
+"""Errors that a user can mend."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend.  Its message is one line that says how; any other exception is a bug."""
+
+
+def did_you_mean(wrong: str, right: Iterable[str]) -> str:
+    """`did you mean 'x'? ` with a space behind it, or nothing where no right name is near."""
+    nearest = difflib.get_close_matches(wrong, list(right), n=1, cutoff=0.5)
+    return f"did you mean {nearest[0]!r}? " if nearest else ""

@@ -1,0 +1,372 @@
+"""A learned order against heuristics at equal steps, and the area under score against steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from unmask.errors import UserError
+from unmask.evaluation.evaluate import Record
+from unmask.evaluation.verdicts import VerdictFile, Verdicts
+
+RESAMPLES = 10_000
+NEAR = 1e-9  # means of whole numbers that differ by less are the same
+# Records are compared only where all of this is the same.
+SAME = (
+    *("task", "split", "num_examples", "seed"),
+    *("temperature", "top_p", "top_k", "guidance", "eos_policy", "precision"),
+)
+PLAIN_RULES = ("iid", "top-prob", "margin")  # the paper's rivals
+
+
+class Result(NamedTuple):
+    """A record and, where they were kept, the verdicts that it sums up."""
+
+    record: Record
+    verdicts: Verdicts | None
+
+    @property
+    def mean_steps(self) -> float:
+        """Exactly where the verdicts are here; records round it to four digits."""
+        if self.verdicts is None:
+            return self.record.mean_steps
+        return int(self.verdicts.steps.sum()) / len(self.verdicts.steps)
+
+
+class Difference(NamedTuple):
+    """A mean with its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class AtEqualSteps:
+    """What a heuristic comes to at a given mean number of steps, or why that is not known."""
+
+    score: float | None
+    by_example: np.ndarray | None = None  # [E]; None also where verdicts were not kept
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A learned order against one heuristic."""
+
+    learned: Record
+    mean_steps: float  # of the learned order
+    policy: str
+    score: float | None  # the heuristic's at as many steps as the learned order takes on average
+    missing: str  # why there is no such score
+    difference: float | None  # the learned order's score less that
+    interval: tuple[float, float] | None  # 95%, by a paired bootstrap; None where verdicts were not kept
+    at_floor: Record | None  # the paper's way: the heuristic with a budget of floor(mean steps) ...
+    at_maximum: Record | None  # ... and with the most steps that the learned order took
+
+    @property
+    def floor(self) -> int:
+        return _floor(self.mean_steps)
+
+
+class Area(NamedTuple):
+    """The mean score of a rule over a range of mean steps."""
+
+    score: float
+    low: float
+    high: float
+
+
+def results(records: Iterable[Record], verdicts: VerdictFile) -> list[Result]:
+    return [Result(record, verdicts.of(record)) for record in records]
+
+
+def comparable(first: Record, second: Record) -> bool:
+    return all(getattr(first, name) == getattr(second, name) for name in SAME)
+
+
+def paired_difference(first: np.ndarray, second: np.ndarray, seed: int = 0) -> Difference:
+    """The mean of first - second, scores [E] of the same examples, with a 95% percentile bootstrap over examples.
+
+    A resample of E examples is a multinomial draw of how often each distinct difference occurs, and there are few.
+    """
+    if len(first) != len(second) or len(first) == 0:
+        raise UserError(f"paired scores must be of the same examples, got {len(first)} and {len(second)}")
+    differences = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
+    values, counts = np.unique(differences, return_counts=True)
+    E = len(differences)
+    draws = np.random.default_rng(seed)
+    at_once = max(1, 2**22 // len(values))  # to bound memory, should the differences be many
+    means = np.concatenate(
+        [
+            draws.multinomial(E, counts / E, size=min(at_once, RESAMPLES - start)) @ values / E
+            for start in range(0, RESAMPLES, at_once)
+        ]
+    )
+    low, high = np.percentile(means, [2.5, 97.5])
+    return Difference(float(differences.mean()), float(low), float(high))
+
+
+def at_equal_steps(mean_steps: float, curve: Sequence[Result]) -> AtEqualSteps:
+    """The score of one heuristic at a mean number of steps m, interpolated between its own nearest points.
+
+    (1 - w) s_a + w s_b  with  w = (m - m_a) / (m_b - m_a),  m_a <= m <= m_b,  one step or one budget apart at most.
+
+    For rules that take as many steps as their budget, a and b are the floor and the ceiling of m.  Of points with the
+    same mean, the one with the smallest budget counts.
+    """
+    points = sorted(curve, key=lambda point: (point.mean_steps, point.record.budget))
+    below = max((p for p in points if p.mean_steps <= mean_steps + NEAR), key=lambda p: p.mean_steps, default=None)
+    above = min((p for p in points if p.mean_steps >= mean_steps - NEAR), key=lambda p: p.mean_steps, default=None)
+    if below is None or above is None or not _are_next(below, above):
+        return AtEqualSteps(None, missing=_what_is_missing(mean_steps, points))
+    width = above.mean_steps - below.mean_steps
+    w = (mean_steps - below.mean_steps) / width if width > NEAR else 0.0
+    score = (1 - w) * below.record.score + w * above.record.score
+    if below.verdicts is None or above.verdicts is None:
+        return AtEqualSteps(score)
+    return AtEqualSteps(score, (1 - w) * below.verdicts.valid + w * above.verdicts.valid)
+
+
+def _are_next(below: Result, above: Result) -> bool:
+    """Some rules (iid) take a little less than their budget, so neighbours may be a hair more than a step apart."""
+    return above.mean_steps - below.mean_steps <= 1 + NEAR or above.record.budget - below.record.budget == 1
+
+
+def at_most_steps(mean_steps: float, curve: Sequence[Result]) -> tuple[AtEqualSteps, float]:
+    """At equal steps, or where the rule takes fewer though it had more, at what it takes with its largest budget."""
+    equal, most = at_equal_steps(mean_steps, curve), _with_most(curve)
+    if equal.score is None and _ends_before(mean_steps, most):
+        return AtEqualSteps(most.record.score, 1.0 * most.verdicts.valid if most.verdicts else None), most.mean_steps
+    return equal, mean_steps
+
+
+def _with_most(curve: Sequence[Result]) -> Result:
+    return max(curve, key=lambda point: point.record.budget)
+
+
+def _ends_before(mean_steps: float, most: Result) -> bool:
+    """Whether a rule, at its largest budget `most`, may take more steps than these and takes fewer."""
+    return most.mean_steps < mean_steps and most.record.budget > math.ceil(mean_steps - NEAR)
+
+
+def _floor(mean_steps: float) -> int:
+    return math.floor(mean_steps + NEAR)
+
+
+def _what_is_missing(mean_steps: float, points: Sequence[Result]) -> str:
+    floor = _floor(mean_steps)
+    most = _with_most(points)
+    if _ends_before(mean_steps, most):
+        return f"takes {most.mean_steps:.2f} steps at a budget of {most.record.budget}"
+    # A rule that takes a little less than its budget (iid) may need one step more.
+    close = [p.record.budget for p in points if mean_steps - 1 <= p.mean_steps <= mean_steps + NEAR]
+    first = max([floor, *close])
+    return f"evaluate it at {first} and {first + 1} steps, if it can run there"
+
+
+def next_budget(mean_steps: float, curve: Sequence[Result]) -> int | None:
+    """The budget that a comparison of a rule at these steps lacks, where it takes fewer steps than its budgets.
+
+    iid takes a little less than them; a threshold may need a budget of 16 for 5.4 steps.
+    """
+    below = [point for point in curve if point.mean_steps < mean_steps]
+    if not below or at_equal_steps(mean_steps, curve).score is not None:
+        return None
+    budget = _with_most(below).record.budget
+    ends = _ends_before(mean_steps, _with_most(curve))
+    return None if ends or budget < _floor(mean_steps) else budget + 1
+
+
+def compare(evaluated: Sequence[Result]) -> list[Comparison]:
+    """Every learned order against every heuristic with which it can be compared."""
+    comparisons = []
+    for learned in evaluated:
+        if learned.record.trained_budget is None:
+            continue
+        comparisons += [_against(learned, curve) for curve in curves(rivals(learned.record, evaluated))]
+    return comparisons
+
+
+def rivals(learned: Record, evaluated: Iterable[Result]) -> list[Result]:
+    """The heuristics that a learned order can be compared with: on the denoiser that its record names, if it does."""
+    return [
+        result
+        for result in evaluated
+        if result.record.trained_budget is None
+        and comparable(result.record, learned)
+        and learned.plain_denoiser in (None, result.record.denoiser)
+    ]
+
+
+def curves(evaluated: Iterable[Result]) -> list[list[Result]]:
+    """The results of each rule on each denoiser, told apart by whatever forbids a comparison."""
+    found: dict[tuple[object, ...], list[Result]] = {}
+    for result in evaluated:
+        record = result.record
+        own = (record.policy, record.denoiser, record.trained_budget is None, record.trained_seed)
+        key = (*own, *(getattr(record, name) for name in SAME))
+        found.setdefault(key, []).append(result)
+    return list(found.values())
+
+
+def _against(learned: Result, curve: Sequence[Result]) -> Comparison:
+    mean_steps, score = learned.mean_steps, learned.record.score
+    equal = at_equal_steps(mean_steps, curve)
+    interval = None
+    if learned.verdicts is not None and equal.by_example is not None:
+        interval = paired_difference(learned.verdicts.valid, equal.by_example)[1:]
+    by_budget = {result.record.budget: result.record for result in curve}
+    return Comparison(
+        learned.record,
+        mean_steps,
+        curve[0].record.policy,
+        equal.score,
+        equal.missing,
+        None if equal.score is None else score - equal.score,
+        interval,
+        by_budget.get(_floor(mean_steps)),
+        by_budget.get(learned.record.max_steps),
+    )
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Orders that differ in nothing but their seed against one heuristic, at equal mean steps: a line of gains.jsonl.
+
+    With S orders and E examples, v_se the verdict on example e under order s, and h_se the heuristic's at the mean
+    steps of order s, or at fewer where it never takes as many (`at_most_steps`),
+
+        gain = 1/S sum_s g_s,    g_s = 1/E sum_e d_se,    d_se = v_se - h_se.
+
+    The examples are the same for every order, so d is a table with two random factors, and both are resampled: a draw
+    takes E examples and S orders with replacement, each example and each order with all that belongs to it (the
+    pigeonhole bootstrap, Owen 2007).  The interval is the 95% percentiles of the gain over such draws.  With one order
+    it is the paired bootstrap over examples.
+    """
+
+    task: str
+    split: str
+    model: str
+    policy: str  # the learned rule
+    trained_budget: int
+    joint: bool  # the denoiser learned along; the heuristic runs on one that was plainly trained on
+    rival: str
+    best: bool  # the rival with the highest score among iid, top-prob and margin
+    seeds: list[int | None]
+    num_examples: int
+    mean_steps: float  # of the orders, as all that follows
+    score: float
+    rival_score: float
+    rival_steps: float  # below `mean_steps` where the rival never takes as many
+    gain: float
+    low: float
+    high: float
+    seed_gains: list[float]
+    temperature: float
+    eos_policy: str
+    precision: str
+    revision: str
+
+
+def gains(evaluated: Sequence[Result]) -> list[Gain]:
+    """Every group of learned orders against every heuristic that all of them can be compared with; verdicts needed."""
+    groups: dict[tuple[object, ...], list[Result]] = {}
+    for result in evaluated:
+        record = result.record
+        if record.trained_budget is not None and result.verdicts is not None:
+            key = (record.model, record.policy, record.trained_budget, _is_joint(record))
+            groups.setdefault((*key, *(getattr(record, name) for name in SAME)), []).append(result)
+    return [gain for orders in groups.values() for gain in _gains(orders, evaluated)]
+
+
+def _is_joint(learned: Record) -> bool:
+    return learned.plain_denoiser not in (None, learned.denoiser)
+
+
+def _gains(orders: Sequence[Result], evaluated: Sequence[Result]) -> list[Gain]:
+    """Of orders that differ in their seeds only."""
+    tables: dict[str, list[np.ndarray]] = {}  # by rival: h_se, an order at a time
+    steps: dict[str, list[float]] = {}  # by rival
+    for learned in orders:
+        for curve in curves(rivals(learned.record, evaluated)):
+            equal, taken = at_most_steps(learned.mean_steps, curve)
+            if equal.by_example is not None:
+                tables.setdefault(curve[0].record.policy, []).append(equal.by_example)
+                steps.setdefault(curve[0].record.policy, []).append(taken)
+    known = {rival: np.stack(rows) for rival, rows in tables.items() if len(rows) == len(orders)}  # [S, E] each
+    valid = np.stack([learned.verdicts.valid for learned in orders if learned.verdicts is not None])  # [S, E]
+    best = max((rival for rival in known if rival in PLAIN_RULES), key=lambda rival: known[rival].mean(), default="")
+    first = orders[0].record
+    assert first.trained_budget is not None
+    found = []
+    for rival, scores in known.items():
+        difference = crossed_difference(valid - scores)
+        found.append(
+            Gain(
+                task=first.task,
+                split=first.split,
+                model=first.model,
+                policy=first.policy,
+                trained_budget=first.trained_budget,
+                joint=_is_joint(first),
+                rival=rival,
+                best=rival == best,
+                seeds=[learned.record.trained_seed for learned in orders],
+                num_examples=first.num_examples,
+                mean_steps=round(float(np.mean([learned.mean_steps for learned in orders])), 4),
+                score=round(float(valid.mean()), 6),
+                rival_score=round(float(scores.mean()), 6),
+                rival_steps=round(float(np.mean(steps[rival])), 4),
+                gain=round(difference.mean, 6),
+                low=round(difference.low, 6),
+                high=round(difference.high, 6),
+                seed_gains=[round(float(row.mean()), 6) for row in valid - scores],
+                temperature=first.temperature,
+                eos_policy=first.eos_policy,
+                precision=first.precision,
+                revision=first.revision,
+            )
+        )
+    return found
+
+
+def crossed_difference(differences: np.ndarray, seed: int = 0) -> Difference:
+    """The mean of d [S, E] with its 95% interval over orders and examples; see `Gain`.
+
+    A resample of the examples is a multinomial draw of how often each distinct column of d occurs.
+    """
+    S, E = differences.shape
+    columns, counts = np.unique(np.round(differences, 9), axis=1, return_counts=True)  # [S, U], [U]
+    draws = np.random.default_rng(seed)
+    at_once = max(1, 2**22 // len(counts))
+    by_order = np.concatenate(
+        [
+            draws.multinomial(E, counts / E, size=min(at_once, RESAMPLES - start)) @ columns.T / E
+            for start in range(0, RESAMPLES, at_once)
+        ]
+    )  # [resamples, S]
+    means = (by_order * draws.multinomial(S, [1 / S] * S, size=RESAMPLES)).sum(-1) / S
+    low, high = np.percentile(means, [2.5, 97.5])
+    return Difference(float(differences.mean()), float(low), float(high))
+
+
+def area(curve: Iterable[Result]) -> Area | None:
+    """The area under a rule's score against mean steps, by trapezoids, over the width of its range: a mean score.
+
+    None with fewer than two different points; of points with the same mean, the one with the smallest budget counts.
+    """
+    points: dict[float, float] = {}
+    for result in sorted(curve, key=lambda result: result.record.budget):
+        points.setdefault(round(result.mean_steps, 9), result.record.score)
+    if len(points) < 2:
+        return None
+    along = sorted(points.items())
+    total = sum((right - left) * (a + b) / 2 for (left, a), (right, b) in pairwise(along))
+    low, high = along[0][0], along[-1][0]
+    return Area(total / (high - low), low, high)

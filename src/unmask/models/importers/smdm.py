@@ -1,0 +1,104 @@
+"""Checkpoints of SMDM (Nie et al. 2025, github.com/ML-GSAI/SMDM): masked diffusion models in the form of lit-gpt.
+
+    transformer.wte.weight                 [V + 1, D], the mask token's is the last
+    transformer.h.I.norm_1.weight          [D]
+    transformer.h.I.attn.attn.weight       [(H + 2 K) E, D], group after group: its H / K queries, its key, its value
+    transformer.h.I.attn.proj.weight       [D, H E]
+    transformer.h.I.norm_2.weight          [D]
+    transformer.h.I.mlp.swiglu.w{1,2,3}.weight   gate and up [intermediate, D], down [D, intermediate]
+    transformer.ln_f.weight                [D]
+    lm_head.weight                         [V, D]
+
+Rotary pairs are (x_j, x_{j + E/2}), as here.  SMDM rounds their cosines and sines to bfloat16; here they are float32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from unmask.errors import UserError
+from unmask.models.backbone import BackboneConfig
+from unmask.models.importers.vocabulary import ids_in, vocabulary_of
+from unmask.models.order_model import OrderModel, OrderModelConfig, with_mask_token
+
+
+def load_smdm(
+    path: str | Path, shape: BackboneConfig, whole: Tokenizer, tokenizer: Tokenizer | None = None
+) -> OrderModel:
+    """A model without an order whose denoiser has the weights of an SMDM .safetensors file.
+
+    shape: of the same size, such as SIZES["170m"]; the number of heads is not in the file.
+    whole: the tokenizer that it was trained with (TinyLlama's), which is not in the file either.
+    tokenizer: `whole`, or one cut from it (`cut_tokenizer`); None: `whole`.
+    """
+    tokenizer = tokenizer or whole
+    vocabulary = vocabulary_of(tokenizer)
+    config = OrderModelConfig(len(vocabulary), shape)
+    with torch.random.fork_rng():  # the weights that it is born with are drawn from torch's global state
+        model = OrderModel(config, with_mask_token(tokenizer))
+    try:
+        theirs = {name: tensor.float() for name, tensor in load_file(path).items()}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is no safetensors file: {error}") from None
+    weights = _translated(theirs, shape, ids_in(whole, vocabulary), path)
+    for name, wanted in model.denoiser.state_dict().items():
+        if weights[name].shape != wanted.shape:
+            raise UserError(
+                f"{path} is of another size: its {name} is {list(weights[name].shape)}, and of the model given "
+                f"{list(wanted.shape)}: set model.size to the one in the file's name"
+            )
+    model.denoiser.load_state_dict(weights)
+    return model.eval()
+
+
+def _translated(
+    theirs: dict[str, Tensor], shape: BackboneConfig, ids: list[int | None], path: str | Path
+) -> dict[str, Tensor]:
+    """The weights of the denoiser by our names; `ids` are the rows of the vocabulary."""
+
+    def take(name: str) -> Tensor:
+        if f"{name}.weight" not in theirs:
+            raise UserError(f"{path} is no SMDM checkpoint of {shape.layers} layers: {name}.weight is not in it")
+        return theirs.pop(f"{name}.weight")
+
+    embedding, head = take("transformer.wte"), take("lm_head")
+    if len(embedding) != len(head) + 1:
+        raise UserError(f"{path} has no embedding of the mask token: {len(embedding)} of {len(head)} tokens")
+    if max(index or 0 for index in ids) >= len(head):
+        raise UserError(f"{path} has {len(head)} tokens, fewer than its tokenizer: give the one it was trained with")
+
+    def rows(table: Tensor) -> Tensor:
+        known = torch.tensor([len(head) if index is None else index for index in ids])
+        return torch.cat([table[: len(head)], table[: len(head)].mean(0, keepdim=True)])[known]
+
+    ours = {
+        "backbone.embedding.weight": torch.cat([rows(embedding), embedding[-1:]]),
+        "backbone.norm.weight": take("transformer.ln_f"),
+        "head.weight": rows(head),
+    }
+    for layer in range(shape.layers):
+        there, here = f"transformer.h.{layer}", f"backbone.blocks.{layer}"
+        ours[f"{here}.attention_norm.weight"] = take(f"{there}.norm_1")
+        ours[f"{here}.query_key_value.weight"] = _by_kind(take(f"{there}.attn.attn"), shape)
+        ours[f"{here}.attention_out.weight"] = take(f"{there}.attn.proj")
+        ours[f"{here}.mlp_norm.weight"] = take(f"{there}.norm_2")
+        ours[f"{here}.gate_up.weight"] = torch.cat([take(f"{there}.mlp.swiglu.w{i}") for i in (1, 2)])
+        ours[f"{here}.down.weight"] = take(f"{there}.mlp.swiglu.w3")
+    if theirs:
+        raise UserError(f"{path} is no SMDM checkpoint of {shape.layers} layers: it also has {min(theirs)}")
+    return ours
+
+
+def _by_kind(weight: Tensor, shape: BackboneConfig) -> Tensor:
+    """All queries, then all keys, then all values, from groups of H / K queries, a key and a value."""
+    H, K, E = shape.heads, shape.K, shape.E
+    if len(weight) != (H + 2 * K) * E:
+        return weight  # of another size, which the caller will say
+    parts = weight.view(K, H // K + 2, E, -1).split([H // K, 1, 1], dim=1)
+    return torch.cat([part.reshape(-1, weight.shape[-1]) for part in parts])

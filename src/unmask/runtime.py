@@ -1,0 +1,107 @@
+"""What a command runs on: processes and their device, torch's settings, what the machine is good at."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+
+
+class Processes:
+    """Who shares the work, and how what they found comes together.  Accelerate is imported where there are many."""
+
+    def __init__(self, cpu: bool = False) -> None:
+        self.index, self.count = 0, 1
+        self.device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            from accelerate import PartialState
+
+            state = PartialState(cpu=cpu)
+            self.index, self.count, self.device = state.process_index, state.num_processes, state.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.index == 0
+
+    def share(self, ids: torch.Tensor) -> torch.Tensor:
+        """The part of `ids` that this process works on: neighbours stay together."""
+        return ids.tensor_split(self.count)[self.index]
+
+    def gather(self, item: Item) -> list[Item]:
+        """The item of every process, in their order, on all of them."""
+        if self.count == 1:
+            return [item]
+        from accelerate.utils import gather_object
+
+        gathered: list[Item] = gather_object([item])
+        return gathered
+
+
+@contextmanager
+def process_settings(*, threads: int = 0, bf16: bool = False) -> Iterator[None]:
+    """`threads` CPU threads (0: as many as before) and oneDNN as bfloat16 leaves it; afterwards all is as before.
+
+    On an ARM CPU without bfloat16, the first large product in it makes torch give up oneDNN: in every precision, and
+    for the rest of the process.  Whatever ran later would differ in its last bits from the same in a new process.
+    """
+    threads_before, onednn_before = torch.get_num_threads(), torch.backends.mkldnn.enabled
+    try:
+        if threads:
+            torch.set_num_threads(threads)
+        if bf16:
+            _meet_bf16()
+        yield
+    finally:
+        if torch.get_num_threads() != threads_before:
+            torch.set_num_threads(threads_before)
+        torch.backends.mkldnn.enabled = onednn_before
+
+
+def _meet_bf16() -> None:
+    """Let torch give up oneDNN now if it will: midway, a run that is resumed would be without it from another place."""
+    square = torch.ones(64, 64, dtype=torch.bfloat16, device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.nn.functional.linear(square, square)
+
+
+def matrix_speed(dtype: torch.dtype = torch.float32, size: int = 768) -> float:
+    """Operations a second of a product of two square matrices on the CPU: the best of three."""
+    matrix = torch.ones(size, size, dtype=dtype, device="cpu")
+    best = float("inf")
+    for _ in range(3):
+        started = time.perf_counter()
+        matrix @ matrix
+        best = min(best, time.perf_counter() - started)
+    return 2.0 * size**3 / best
+
+
+def available_memory() -> int:
+    """Bytes that a process may still take: what the kernel calls available, where it says so, else all there are."""
+    try:
+        kilobytes = re.search(
+            r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(encoding="utf-8"), flags=re.MULTILINE
+        )
+    except OSError:
+        kilobytes = None
+    return int(kilobytes[1]) * 1024 if kilobytes else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@cache
+def precision_on(device: str, wanted: str) -> str:
+    """`wanted`, "bf16" or "no"; but "no" on a CPU that bfloat16 slows down, hundredfold where its hardware lacks it."""
+    if device != "cpu" or wanted != "bf16":
+        return wanted
+    with process_settings(bf16=True):
+        rounded = matrix_speed(torch.bfloat16, size=128)
+    return "bf16" if 2 * rounded > matrix_speed(size=128) else "no"

@@ -1,0 +1,129 @@
+"""What is trained on and what is held out of word problems with resampled numbers.
+
+    train            the training problems as they came, and copies of their templates with new numbers
+    new-numbers-dev  copies of the same templates with other numbers, to choose settings by
+    new-numbers      the same, to report
+    new-templates    5% of the templates, held out whole: the problems as they came first, then their copies
+    test             the test file, untouched; nothing that trains reads it, so it is not made here
+
+No question of train is in another split, and none of train or of new-numbers is, but for its numbers, in new-templates.
+Templates are told apart by their text without numbers, so that two problems with the same text are one template here.
+`leaked` tells whether training problems are, but for their numbers, in the test file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unmask.rng import Purpose, uniforms
+from unmask.tasks.gsm8k.resampling import Template, template_of
+from unmask.tasks.gsm8k.word_problems import Problem, same_text, without_numbers
+
+HELD_OUT = ("new-numbers-dev", "new-numbers", "new-templates", "test")
+SPLITS = ("train", "new-numbers-dev", "new-numbers", "new-templates")  # what is made of the training file
+
+NEW_TEMPLATES = 0.05  # the share of the templates
+NEW_NUMBERS = 6000  # copies, and at most every fifth
+NEW_NUMBERS_DEV = 1000  # copies, and at most every twentieth
+ATTEMPTS = 16  # draws for each copy that is asked for: a template that rarely gives sane numbers has fewer copies
+
+_TEMPLATES, _COPIES = 4, 5  # the words after DATA: which templates, and which copies, are held out
+
+Pair = tuple[str, str]  # a question and its answer
+Watched = Callable[[Sequence[Any], str], Iterable[Any]]  # the same items, while somebody is told how far they are
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The pairs of every split, and what happened on the way."""
+
+    pairs: dict[str, list[Pair]]
+    as_they_came: int  # the first pairs of train, which are no copies
+    templates: int
+    left_out: str  # one line: what of the training file is not used, and why
+
+
+def leaked(train: Sequence[Problem], test: Sequence[Problem]) -> list[str]:
+    """The questions of train that, but for their numbers, are in test: there should be none."""
+    forbidden = {without_numbers(problem.question) for problem in test}
+    return [problem.question for problem in train if without_numbers(problem.question) in forbidden]
+
+
+def make_splits(
+    train: Sequence[Problem], form: str, copies: int, seed: int, watched: Watched = lambda items, _: items
+) -> Splits:
+    """The splits with `copies` of every template, fewer where its numbers leave less choice.
+
+    In the `solution` form there are no copies: train and new-templates have the problems as they came.
+    """
+    texts = [without_numbers(problem.question) for problem in train]
+    traced = enumerate(watched(train, "tracing numbers"))
+    templates = {i: found for i, problem in traced if (found := template_of(problem)) is not None}
+    unwritten = [i for i, problem in enumerate(train) if form == "equations" and not problem.equations]
+    unused = set(unwritten)
+    templates = {i: template for i, template in templates.items() if i not in unused}
+
+    new_texts = _new_templates(sorted({texts[i] for i in templates}), seed)
+    seen: set[str] = set()
+    pairs: dict[str, list[Pair]] = {split: [] for split in SPLITS}
+    repeated = 0
+    for i, problem in enumerate(train):
+        key = same_text(problem.question)
+        if i not in unused and key not in seen:
+            pairs["new-templates" if texts[i] in new_texts else "train"].append(
+                (problem.question, problem.written(form))
+            )
+        repeated += i not in unused and key in seen
+        seen.add(key)
+    as_they_came = len(pairs["train"])
+    if form == "equations" and copies:
+        trained_first = sorted(templates, key=lambda i: texts[i] in new_texts)  # what is seen first is not drawn again
+        drawn = {i: _copies(templates[i], i, copies, seed, seen) for i in watched(trained_first, "new numbers")}
+        old = [pairs for i, pairs in drawn.items() if texts[i] not in new_texts]
+        new = [pairs for i, pairs in drawn.items() if texts[i] in new_texts]
+        pairs["new-templates"] += _in_turn(new)
+        numbers_dev, numbers, rest = _held_out_copies(_in_turn(old), seed)
+        pairs["new-numbers-dev"], pairs["new-numbers"] = numbers_dev, numbers
+        pairs["train"] += rest
+    reasons = {"without equations": len(unwritten), "twice": repeated}
+    left_out = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
+    return Splits(pairs, as_they_came, len(templates), left_out)
+
+
+def _new_templates(texts: list[str], seed: int) -> set[str]:
+    """The texts that are held out: those with the least draws."""
+    draws = uniforms(seed, Purpose.DATA, _TEMPLATES, torch.arange(len(texts)), dtype=torch.float64)
+    return {texts[i] for i in draws.argsort()[: round(NEW_TEMPLATES * len(texts))].tolist()}
+
+
+def _copies(template: Template, name: int, copies: int, seed: int, seen: set[str]) -> list[Pair]:
+    """At most `copies` with questions that are not among `seen`, which they join."""
+    found: list[Pair] = []
+    for pair in template.draws(seed, name, ATTEMPTS * copies):
+        key = same_text(pair[0])
+        if key not in seen:
+            seen.add(key)
+            found.append(pair)
+            if len(found) == copies:
+                break
+    return found
+
+
+def _in_turn(copies: list[list[Pair]]) -> list[Pair]:
+    """The first copy of every template, then the second ones, and so on: a beginning is as varied as it can be."""
+    most = max(map(len, copies), default=0)
+    return [pairs[k] for k in range(most) for pairs in copies if k < len(pairs)]
+
+
+def _held_out_copies(copies: list[Pair], seed: int) -> tuple[list[Pair], list[Pair], list[Pair]]:
+    """The copies for new-numbers-dev and for new-numbers, in random order, and the rest as it was."""
+    draws = uniforms(seed, Purpose.DATA, _COPIES, torch.arange(len(copies)), dtype=torch.float64)
+    order = draws.argsort().tolist()
+    first = min(NEW_NUMBERS_DEV, len(copies) // 20)
+    second = first + min(NEW_NUMBERS, len(copies) // 5)
+    rest = sorted(order[second:])
+    return [copies[i] for i in order[:first]], [copies[i] for i in order[first:second]], [copies[i] for i in rest]

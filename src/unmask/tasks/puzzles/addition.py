@@ -1,0 +1,88 @@
+"""Additions, digit by digit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unmask.errors import UserError
+from unmask.tasks.task import (
+    Examples,
+    check_range,
+    example_uniforms,
+    prompt_kept,
+    uniform_log_likelihood,
+    without_prompt,
+)
+
+
+@dataclass(frozen=True)
+class Addition:
+    """The digits of a, b and c = a + b, most significant first, with no signs between them.
+
+    a and b are uniform below 10^digits and c has one digit more.  With ask = "all" the three numbers are generated:
+    a and b in one step, then c.  With ask = "sum" a and b are the prompt, and c follows in one step.
+    """
+
+    seed: int = 0
+    digits: int = 3
+    ask: str = "all"
+
+    name = "addition"
+    vocabulary = tuple("0123456789")
+
+    def __post_init__(self) -> None:
+        check_range(self, "digits", 1, 1000)
+        if self.ask not in ("all", "sum"):
+            raise UserError(f"task {self.name}: set ask to all or sum, not {self.ask!r}")
+
+    @property
+    def length(self) -> int:
+        return 3 * self.digits + 1
+
+    @property
+    def unconditional(self) -> bool:
+        return self.ask == "all"
+
+    @property
+    def min_steps(self) -> int:
+        return 2 if self.ask == "all" else 1
+
+    @property
+    def entropy(self) -> float:
+        return 2 * self.digits * math.log(10) if self.ask == "all" else 0.0
+
+    @property
+    def layout(self) -> tuple[tuple[int, ...], ...]:
+        a, b, c = range(self.digits), range(self.digits, 2 * self.digits), range(2 * self.digits, self.length)
+        return tuple(a), tuple(b), tuple(c)
+
+    def _with_sum(self, terms: Tensor) -> Tensor:
+        """The digits a b [B, 2 * digits] followed by those of their sum: [B, L]."""
+        carry = torch.zeros_like(terms[:, 0])
+        total = []  # least significant first
+        for j in reversed(range(self.digits)):
+            column = terms[:, j] + terms[:, self.digits + j] + carry
+            total.append(column % 10)
+            carry = column // 10
+        total.append(carry)
+        return torch.cat([terms, torch.stack(total[::-1], dim=-1)], dim=-1)
+
+    def examples(self, ids: Tensor, split: str) -> Examples:
+        terms = (example_uniforms(self.seed, split, ids, 2 * self.digits) * 10).long()
+        everything = without_prompt(self._with_sum(terms))
+        if self.ask == "all":
+            return everything
+        in_sum = torch.arange(self.length) >= 2 * self.digits
+        return Examples(everything.tokens, everything.response & in_sum, everything.attention_mask)
+
+    def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
+        # Clamped, a token outside the vocabulary (a mask) differs from the digit it is read as: never right.
+        right = self._with_sum(tokens[:, : 2 * self.digits].clamp(0, 9))
+        return (right == tokens).all(-1) & prompt_kept(tokens, examples)
+
+    def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor:
+        return uniform_log_likelihood(self.valid(tokens, examples), self.entropy)

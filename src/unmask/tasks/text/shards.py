@@ -1,0 +1,244 @@
+"""Texts larger than memory: read as a stream, tokenised once into files that are mapped, visited in a shuffled order.
+
+A cache is a folder named by what is in it: a hash of the texts, of the tokenizer and of the settings.  Another text,
+another tokenizer or another setting is another folder, so a stale cache is never read.
+
+    tokens.bin     every token, one sequence after another
+    offsets.bin    int64 [rows + 1]: where each sequence begins
+    cache.json     what it was made of
+    manifest.json  size and SHA-256 of the three
+
+The hashes of the texts and of the caches are kept in hashes.json: a terabyte is not read at every start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from unmask import files
+from unmask.errors import UserError
+from unmask.jsonl import parse_json
+from unmask.rng import Purpose, uniforms
+
+FORMAT_VERSION = 1
+
+
+class ShardError(UserError):
+    """A shard that cannot be read; the message names the file and the line."""
+
+
+class Place(NamedTuple):
+    """Where a stream stands: the shard, the byte at which its next line begins, and the number of that line."""
+
+    shard: int = 0
+    byte: int = 0
+    line: int = 1
+
+
+def read_texts(shards: Sequence[Path], field: str, place: Place = Place()) -> Iterator[tuple[str, Place]]:  # noqa: B008
+    """Each text with the place behind it, from `place` on, one line in memory at a time.
+
+    A shard whose name ends in .jsonl has an object a line, whose `field` is the text; of any other a line is a text.
+    Empty lines are passed over.
+    """
+    for number in range(place.shard, len(shards)):
+        path = shards[number]
+        byte, line = (place.byte, place.line) if number == place.shard else (0, 1)
+        with path.open("rb") as file:
+            file.seek(byte)
+            for raw in file:
+                byte, line = byte + len(raw), line + 1
+                if raw.strip():
+                    yield _text(raw, path, line - 1, field), Place(number, byte, line)
+
+
+def _text(raw: bytes, path: Path, line: int, field: str) -> str:
+    try:
+        text = raw.decode().strip("\r\n")
+    except UnicodeDecodeError:
+        raise ShardError(f"{path}, line {line}: not UTF-8") from None
+    if path.suffix != ".jsonl":
+        return text
+    try:
+        found = parse_json(text)[field]
+    except (ValueError, KeyError, TypeError):
+        found = None
+    if not isinstance(found, str):
+        raise ShardError(f"{path}, line {line}: not an object with a text {field!r}")
+    return found
+
+
+def fingerprint(hashes: Iterable[str], shards: Sequence[Path], *settings: object) -> str:
+    """A hash of the bytes of the shards, given by their hashes, and of everything else that the tokens depend on."""
+    kinds = [path.suffix == ".jsonl" for path in shards]  # what a line means
+    facts = [FORMAT_VERSION, list(hashes), kinds, *settings]
+    return hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_hashes(path: Path) -> dict[str, str]:
+    """What `hash_shards` found before; nothing where it cannot be read."""
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def hash_shards(shards: Sequence[Path], known: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """The SHA-256 of every shard, from `known` where the file was not touched since; and all that may be known now.
+
+    Whatever changes a file changes its ctime, which cannot be set.  Changes within a tick of the clock may share one,
+    so a file that has only just been changed is hashed again next time.
+    """
+    hashes, known = [], dict(known)
+    for path in shards:
+        status, settled = path.stat(), time.time_ns() - 2 * 10**9
+        key = f"{path.absolute()} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+        if key not in known:
+            hashes.append(files.fingerprint(path)["sha256"])
+            if status.st_ctime_ns < settled and path.stat().st_ctime_ns == status.st_ctime_ns:
+                known[key] = hashes[-1]
+        else:
+            hashes.append(str(known[key]))
+    return hashes, known
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """One process at a time: those that were started together would write the same cache into each other's files."""
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(files.locked(folder, wait=True))
+        except OSError as error:
+            raise ShardError(f"no cache can be made in {folder} ({error.strerror}): set cache to a folder") from None
+        yield
+
+
+CACHE_FILES = ("tokens.bin", "offsets.bin", "cache.json")
+
+
+class TokenCache:
+    """Sequences of tokens in mapped files: the system keeps in memory what it has room for, and nothing is copied."""
+
+    def __init__(self, folder: Path, known: dict[str, str] | None = None) -> None:
+        """known: the hashes of files that were not touched since, as `hash_shards` takes and gives them."""
+        try:
+            listed = files.read_manifest(folder)["files"]
+            hashes, self.known = hash_shards([folder / name for name in CACHE_FILES], known or {})
+            about = parse_json((folder / "cache.json").read_text(encoding="utf-8"))
+            path = folder / "tokens.bin"  # an empty file cannot be mapped
+            self.tokens = np.memmap(path, about["dtype"], "r") if path.stat().st_size else np.zeros(0, about["dtype"])
+            self.offsets = np.memmap(folder / "offsets.bin", np.int64, "r")
+            whole = hashes == [listed[name]["sha256"] for name in CACHE_FILES]
+        except (OSError, ValueError, KeyError, TypeError):
+            whole = False
+        if not whole:
+            raise ShardError(f"the cache {folder} is damaged: remove it, and it is made again")
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        return np.asarray(self.offsets[rows + 1] - self.offsets[rows])
+
+    def padded(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """The sequences `rows` [B] as int64 [B, length], filled up with 0, and where they are not filling, bool."""
+        column = np.arange(length)
+        real = column < self.lengths(rows)[:, None]
+        places = self.offsets[rows][:, None] + column
+        tokens = np.zeros(real.shape, dtype=np.int64)
+        tokens[real] = self.tokens[places[real]]
+        return tokens, real
+
+
+def write_cache(folder: Path, sequences: Iterable[Sequence[int]], vocab_size: int, about: dict[str, Any]) -> None:
+    """Write a cache whole or not at all; in memory is never more than a buffer."""
+    dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+    partial = folder.with_name(f"{folder.name}.partial")
+    files.discard(partial, *CACHE_FILES, files.MANIFEST)
+    partial.mkdir(parents=True)
+    rows = position = 0
+    with (partial / "tokens.bin").open("wb") as tokens, (partial / "offsets.bin").open("wb") as offsets:
+        offsets.write(np.int64(0).tobytes())
+        for sequence in sequences:
+            tokens.write(np.asarray(sequence, dtype).tobytes())
+            rows, position = rows + 1, position + len(sequence)
+            offsets.write(np.int64(position).tobytes())
+    about = {**about, "dtype": dtype.name, "rows": rows, "tokens": position}
+    (partial / "cache.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    files.list_files(partial, *CACHE_FILES)
+    files.discard(folder, *CACHE_FILES, files.MANIFEST)
+    partial.rename(folder)
+    files.sync(folder.parent)
+
+
+class Visits:
+    """In which order the rows are visited: every row once an epoch, shuffled with a bounded buffer.
+
+    The rows are cut into windows.  An epoch visits the windows in an order of its own, and the rows of a window in an
+    order of its own: a random place of the file is sought once a window, and no more than two windows of numbers are
+    in memory.  Which row comes at a position is a function of (seed, position) alone, so a run is resumed anywhere.
+
+    bucket > 0: the rows of a bucket are of about the same length.  Buckets begin at multiples of their size, so that a
+    batch of that size is one; sixteen at a time are sorted by length, cut, and put in a random order.
+    """
+
+    def __init__(self, rows: int, window: int, seed: int, lengths: Callable[[np.ndarray], np.ndarray], bucket: int = 0):
+        self.rows, self.window, self.seed, self.lengths, self.bucket = rows, min(window, rows), seed, lengths, bucket
+        self._windows = lru_cache(2)(self._draw_windows)
+        self._inside = lru_cache(2)(self._draw_inside)
+
+    def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Epoch and row of each position."""
+        epoch, place = positions // self.rows, positions % self.rows
+        rows = np.empty_like(positions)
+        for one in np.unique(epoch):
+            order, starts = self._windows(int(one))
+            here = epoch == one
+            which = np.searchsorted(starts, place[here], side="right") - 1
+            found = np.empty(which.shape, dtype=positions.dtype)
+            for number in np.unique(which):
+                inside = self._inside(int(one), int(order[number]), int(starts[number]))
+                at = which == number
+                found[at] = inside[place[here][at] - starts[number]]
+            rows[here] = found
+        return epoch, rows
+
+    def _draw_windows(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The windows in the order of this epoch, and the place at which each begins: the last one may be short."""
+        count = -(-self.rows // self.window)
+        order = self._permutation(count, epoch, -1)
+        sizes = np.minimum(self.window, self.rows - order * self.window)
+        return order, np.concatenate([[0], np.cumsum(sizes)[:-1]])
+
+    def _draw_inside(self, epoch: int, window: int, start: int) -> np.ndarray:
+        """The rows of a window in the order of this epoch; it begins at the place `start` of the epoch."""
+        first = window * self.window
+        rows = first + self._permutation(min(self.window, self.rows - first), epoch, window)
+        if not self.bucket:
+            return rows
+        lead, size = -(epoch * self.rows + start) % self.bucket, 16 * self.bucket  # up to the first multiple
+        pools = [self._by_length(rows[i : i + size], epoch) for i in range(lead, len(rows), size)]
+        return np.concatenate([rows[:lead], *pools])
+
+    def _by_length(self, rows: np.ndarray, epoch: int) -> np.ndarray:
+        ordered = rows[np.argsort(self.lengths(rows), kind="stable")]
+        whole = len(rows) // self.bucket  # what is left over is the end of a window, and stays there
+        order = self._permutation(whole, epoch, int(rows.min()), 1)
+        buckets = ordered[: whole * self.bucket].reshape(whole, self.bucket)[order]
+        return np.concatenate([buckets.reshape(-1), ordered[whole * self.bucket :]])
+
+    def _permutation(self, count: int, *words: int) -> np.ndarray:
+        draws = uniforms(self.seed, Purpose.EXAMPLE, *words, torch.arange(count), dtype=torch.float64)
+        return draws.argsort(stable=True).numpy()

@@ -1,0 +1,85 @@
+"""When a run saves, and when it stops: after so many seconds or updates, and when a cluster sends SIGTERM."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from unmask.recipe import SavingRecipe
+from unmask.training.checkpoint import Checkpoint, CheckpointFolder
+from unmask.training.metrics import Metrics
+from unmask.training.state import StageState
+
+
+class Stopped(Exception):
+    """SIGTERM came, and the run is saved; the message says how to go on."""
+
+
+class StopSignal:
+    """Whether SIGTERM has come."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+
+@contextmanager
+def stop_signal() -> Iterator[StopSignal]:
+    """Note SIGTERM instead of dying from it.  Outside the main thread, Python lets nobody listen to signals."""
+    noted = StopSignal()
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.came = True
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+class Checkpointer:
+    """Saves the state of a stage, and knows when it is time to."""
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        saving: SavingRecipe,
+        metrics: Metrics,
+        stop: StopSignal,
+        facts: Mapping[str, Any],
+        writes: bool = True,
+    ) -> None:
+        self.folder, self.saving, self.metrics, self.stop, self.facts = folder, saving, metrics, stop, facts
+        self.writes = writes  # one of the processes does; all take part in gathering
+        self.resume: Checkpoint | None = None  # what the next stage starts from
+        self.begun: Callable[[int], None] = lambda update: None  # called when it has, with the updates behind it
+        self.saved_at = time.monotonic()
+        self.saved_update = -1
+
+    def begin(self, state: StageState) -> None:
+        """Continue from the checkpoint, if there is one."""
+        if self.resume is not None:
+            state.load(self.resume)
+        self.begun(state.update)
+        self.resume, self.saved_update, self.saved_at = None, state.update, time.monotonic()
+
+    def due(self, update: int) -> bool:
+        every = self.saving.every_updates
+        return (every > 0 and update % every == 0) or time.monotonic() - self.saved_at > self.saving.every_seconds
+
+    def save(self, stage: str, state: StageState) -> None:
+        if state.update == self.saved_update:
+            return  # nothing has happened since
+        tensors = state.tensors()
+        if self.writes:
+            self.metrics.sync()
+            self.folder.save(stage, state.update, tensors, {**state.facts(), **self.facts})
+        self.saved_at, self.saved_update = time.monotonic(), state.update

@@ -1,0 +1,730 @@
+"""Records to tables, plots and one page."""
+
+import dataclasses
+import io
+import json
+import re
+import xml.dom.minidom
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.test_display import HIDDEN
+from unmask.evaluation.compare import Comparison, Result, compare
+from unmask.evaluation.evaluate import BoundReport, Order, Record
+from unmask.jsonl import ResultsError, append_jsonl
+from unmask.report.tables import (
+    AREA_HEADINGS,
+    COLOURS,
+    HEADINGS,
+    LEARNED_COLOURS,
+    Line,
+    Section,
+    area_rows,
+    bound_table,
+    by_learned,
+    colours_of,
+    columns,
+    comparison_columns,
+    comparison_headings,
+    comparison_table,
+    notes,
+    order_picture,
+    ordered,
+    pictured,
+    plot,
+    read_bound,
+    read_orders,
+    read_records,
+    rows_of,
+    score_plot,
+    shared_plot,
+    table,
+    together,
+    write_html,
+)
+
+LEARNED = Record(
+    task="groups",
+    split="test",
+    model="2x48",
+    policy="learned",
+    trained_budget=2,
+    budget=2,
+    mean_steps=1.98,
+    min_steps=1,
+    max_steps=2,
+    score=0.973,
+    ci_low=0.961,
+    ci_high=0.981,
+    num_examples=1000,
+    num_forwards=1980,
+    temperature=1.0,
+    eos_policy="none",
+    selector="nonempty",
+    denoiser="0123456789ab",
+    seconds=1.5,
+    seed=0,
+    device="cpu",
+    revision="0.1.0",
+    nothing_selected=0.0,
+    distinct=870,
+    distinct_low=850,
+    distinct_high=890,
+)
+
+
+def heuristic(policy, budget, **values):
+    return dataclasses.replace(
+        LEARNED, policy=policy, trained_budget=None, budget=budget, selector=None, nothing_selected=None, **values
+    )
+
+
+RECORDS = [
+    heuristic("margin", 16, mean_steps=16.0, score=1.0, ci_low=0.996, ci_high=1.0),
+    heuristic("iid", 2, score=0.012, ci_low=0.007, ci_high=0.021, distinct=12, distinct_low=12, distinct_high=12),
+    LEARNED,
+    heuristic("iid", 4, mean_steps=3.9, score=0.13, ci_low=0.11, ci_high=0.15, distinct=3),
+]
+LAYOUT = [[0, 2], [1, 3]]
+
+
+def order(policy="learned", budget=2, steps=((0, 1, 1, 0), (1, 0, 0, 1))):
+    return Order("groups", policy, budget, [list(row) for row in steps], LAYOUT)
+
+
+def printed(item, width=80):
+    text = io.StringIO()
+    Console(file=text, width=width).print(item)
+    return text.getvalue()
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_records_round_trip(tmp_path):
+    path = tmp_path / "results.jsonl"
+    append_jsonl(path, RECORDS[:2])
+    append_jsonl(path, RECORDS[2:])
+    assert read_records(path) == RECORDS
+    lines = path.read_text().splitlines()
+    assert len(lines) == 4
+    assert json.loads(lines[2])["policy"] == "learned"
+    assert json.loads(lines[0])["trained_budget"] is None
+
+
+def test_orders_round_trip(tmp_path):
+    orders = [order(), order("iid", 4)]
+    append_jsonl(tmp_path / "orders.jsonl", orders)
+    assert read_orders(tmp_path / "orders.jsonl") == orders
+    assert read_orders(tmp_path / "nothing.jsonl") == []
+
+
+def test_of_the_same_evaluation_the_last_stands(tmp_path):
+    again = dataclasses.replace(LEARNED, score=0.5, seconds=9.0, revision="later")
+    append_jsonl(tmp_path / "results.jsonl", [*RECORDS, again])
+    found = read_records(tmp_path / "results.jsonl")
+    assert len(found) == len(RECORDS)
+    assert [record.score for record in found if record.policy == "learned"] == [0.5]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"num_examples": 7},
+        {"denoiser": "ba9876543210"},
+        {"temperature": 0.0},
+        {"budget": 3},
+        {"policy": "x"},
+        {"task": "chain"},
+        {"model": "6m"},
+        {"split": "a"},
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"guidance": 1.0},
+        {"eos_policy": "stop"},
+        {"selector": "bernoulli"},
+    ],
+)
+def test_another_evaluation_stands_beside_it(tmp_path, change):
+    append_jsonl(tmp_path / "results.jsonl", [LEARNED, dataclasses.replace(LEARNED, **change)])
+    assert len(read_records(tmp_path / "results.jsonl")) == 2
+
+
+MISSING_ONE = json.dumps({key: value for key, value in dataclasses.asdict(LEARNED).items() if key != "seed"})
+ONE_MORE = json.dumps({**dataclasses.asdict(LEARNED), "accuracy": 1})
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"task": "gro', "not a JSON object"),
+        ("", "not a JSON object"),
+        ("[1, 2]", "not an object"),
+        (MISSING_ONE, "(seed)"),
+        (ONE_MORE, "(accuracy)"),
+    ],
+)
+def test_a_damaged_line_is_named_by_its_number(tmp_path, line, expected):
+    path = tmp_path / "results.jsonl"
+    append_jsonl(path, RECORDS[:2])
+    with path.open("a") as file:
+        file.write(line + "\n")
+    append_jsonl(path, RECORDS[2:])
+    with pytest.raises(ResultsError) as caught:
+        read_records(path)
+    message = str(caught.value)
+    assert f"{path}, line 3:" in message
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_records_of_older_versions_are_read(tmp_path):
+    """They lack the fields that have defaults, and did what the defaults say."""
+    newer = {"top_p", "top_k", "guidance", "mean_passes", "mean_revisions"}
+    line = {key: value for key, value in dataclasses.asdict(LEARNED).items() if key not in newer}
+    (tmp_path / "results.jsonl").write_text(json.dumps(line) + "\n")
+    assert read_records(tmp_path / "results.jsonl") == [LEARNED]
+    assert (LEARNED.top_p, LEARNED.top_k, LEARNED.guidance) == (1.0, 0, 0.0)
+
+
+PUBLISHED = sorted((Path(__file__).parents[2] / "results").rglob("results.jsonl"))
+
+
+def test_every_published_record_is_read():
+    assert len(PUBLISHED) >= 40
+    for path in PUBLISHED:
+        assert len(read_records(path)) == len(path.read_text().splitlines())
+
+
+def test_no_results_yet(tmp_path):
+    with pytest.raises(ResultsError, match="run `unmask evaluate"):
+        read_records(tmp_path / "results.jsonl")
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_the_learned_order_comes_first():
+    assert [(r.policy, r.budget) for r in ordered(RECORDS)] == [("learned", 2), ("iid", 2), ("iid", 4), ("margin", 16)]
+
+
+def test_columns_of_a_record():
+    assert columns(LEARNED, RECORDS) == {
+        "policy": "learned, T = 2",
+        "steps": "1.98",
+        "range": "1–2",
+        "valid": "0.973",
+        "95%": "0.961–0.981",
+        "flexible": "–",
+        "distinct": "870",
+        "true 99%": "850–890",
+        "passes": "1,980",
+        "denoiser": "012345",
+    }
+
+
+def test_a_lack_of_diversity_is_marked():
+    shown = columns(RECORDS[3], RECORDS)
+    assert shown["policy"] == "iid @ 4"
+    assert shown["distinct"] == "3 (!)"
+
+
+def test_no_distinct_samples_with_a_prompt():
+    prompted = dataclasses.replace(LEARNED, distinct=None, distinct_low=None, distinct_high=None)
+    assert (columns(prompted, [prompted])["distinct"], columns(prompted, [prompted])["true 99%"]) == ("–", "–")
+    mixed, alone = (printed(table(records, "title", "")) for records in ([LEARNED, prompted], [prompted]))
+    assert "true 99%" in mixed
+    assert "distinct" not in alone
+    assert "true 99%" not in alone
+
+
+def test_the_second_way_to_score_and_what_is_too_long():
+    scored = dataclasses.replace(LEARNED, score_flexible=0.9812, overlong=7)
+    text = " ".join(printed(table([scored], "title", "")).split())
+    assert "0.981 " in text
+    assert "flexible: the last number taken for the answer." in text
+    assert f"7 of {LEARNED.num_examples} examples are too long for the model and count as wrong." in text
+    assert "flexible" not in printed(table(RECORDS, "title", ""))
+    assert "too long" not in printed(table([dataclasses.replace(scored, overlong=0)], "title", ""))
+
+
+def test_the_table_fits_in_80_columns():
+    """With the widest numbers that the six puzzles give; nothing is cut off."""
+    wide = heuristic(
+        "top-prob",
+        16,
+        mean_steps=16.0,
+        min_steps=10,
+        max_steps=16,
+        num_forwards=160_000,
+        distinct=1000,
+        distinct_low=999,
+        distinct_high=1000,
+    )
+    records = [*RECORDS, wide]
+    text = printed(table(records, "groups: " + "all that is known " * 6, "Which denoiser each rule ran on. " * 5))
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in text
+    for record in records:
+        cells = columns(record, RECORDS)
+        row = next(line for line in lines if line.strip().startswith(cells["policy"] + " "))
+        for heading in set(cells) - {"flexible", "denoiser"}:
+            assert cells[heading] in row
+
+
+LONG = "blocks(32,stochastic(top-prob(confidence=sampled),0.5))"
+
+
+@pytest.mark.parametrize("width", [60, 40])
+def test_a_narrow_table_leaves_columns_out(width):
+    """Whole ones, which the caption names; rules and scores stay readable."""
+    records = [*RECORDS, heuristic(LONG, 4, mean_steps=4.0, score=0.123, num_forwards=160_000)]
+    text = printed(table(records, "title", ""), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    lines = text.splitlines()
+    edge = lines[2].index("steps")
+    assert f"learned, T = 2{LONG} @ 4iid @ 2" in "".join(line[:edge].strip() for line in lines[4:])
+    for record in records:
+        assert re.search(rf" {record.mean_steps:.2f}  .*{record.score:.3f} ", text)
+    assert "true 99%, passes." in " ".join(text.split()).partition("No room for: ")[2]
+    assert "true 99%  " not in text
+
+
+def test_the_table_says_title_and_caption():
+    text = printed(table(RECORDS, "groups: 16 tokens", "The order was learned jointly."))
+    assert "groups: 16 tokens" in text
+    assert "The order was learned jointly." in text
+
+
+def test_square_brackets_are_no_markup():
+    """In the name of a run, as in all that is told below a table."""
+    text = " ".join(printed(table(RECORDS, "de[red]mo [/], groups", "By [bold]others[/bold].")).split())
+    assert "de[red]mo [/], groups" in text
+    assert "By [bold]others[/bold]." in text
+
+
+BOUND = BoundReport(
+    budget=2,
+    num_examples=100,
+    order_bound=-0.61,
+    order_bound_se=0.0123,
+    reconstruction=[-0.3, -0.25],
+    order_kl=[0.0, 0.06],
+    mdm_bound=-1.5,
+    mdm_bound_se=0.0456,
+    entropy=0.52,
+    true_log_likelihood=-0.53,
+)
+
+
+def test_the_bound_table():
+    text = printed(bound_table(BOUND, "groups"))
+    for part in (
+        "T = 2",
+        "-0.6100",
+        "0.0123",
+        "-0.2500, 0.0600",
+        "-1.5000",
+        "0.0456",
+        "-0.5200",
+        "-0.5300",
+        "nats a token",
+    ):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 80
+    unknown = printed(bound_table(dataclasses.replace(BOUND, entropy=None, true_log_likelihood=None), "groups"))
+    assert "exact" not in unknown
+    assert "entropy" not in unknown
+
+
+# --- comparisons ------------------------------------------------------------------------------------------------------
+
+ONE, TWO = heuristic("iid", 1, mean_steps=1.0, score=0.1), heuristic("iid", 2, mean_steps=2.0, score=0.3)
+COMPARED = [*compare([Result(LEARNED, None), Result(ONE, None), Result(TWO, None)])]
+FAR = [*compare([Result(LEARNED, None), Result(heuristic("margin", 16, mean_steps=16.0), None)])]
+
+
+def test_columns_of_a_comparison():
+    """0.02 x 0.1 + 0.98 x 0.3 = 0.296 at 1.98 steps; without verdicts there is no interval."""
+    (found,) = COMPARED
+    shown = dict(zip(comparison_headings(found), comparison_columns(found), strict=True))
+    assert shown == {
+        "against": "iid",
+        "equal steps": "0.296",
+        "difference": "+0.677",
+        "95%": "–",
+        "floor 1": "0.100",
+        "max 2": "0.300",
+    }
+    certain = dataclasses.replace(found, difference=-0.0123, interval=(-0.0201, 0.0049))
+    assert comparison_columns(certain)[2:4] == ["-0.012", "-0.020 to +0.005"]
+
+
+def test_what_cannot_be_compared_is_said_instead_of_a_number():
+    text = printed(comparison_table([*COMPARED, *FAR], [LEARNED]))
+    row = next(line.split() for line in text.splitlines() if line.strip().startswith("margin"))
+    assert row == ["margin", "not", "comparable", "–", "–", "–", "–"]
+    assert "Not comparable: margin: evaluate it at 1 and 2 steps, if it can run there." in " ".join(text.split())
+    assert "not comparable" not in printed(comparison_table(COMPARED, [LEARNED])).lower()
+
+
+def test_the_comparison_table_fits_in_80_columns():
+    long = [dataclasses.replace(c, policy="blocks(32,threshold:0.95)", interval=(-0.1, 0.1)) for c in COMPARED]
+    text = printed(comparison_table([*COMPARED, *long, *FAR], [LEARNED]))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert "learned, T = 2: 0.973 valid in 1.98 steps" in text
+    assert "-0.100 to +0.100" in text
+
+
+def test_comparisons_are_told_by_their_learned_order():
+    other = Comparison(dataclasses.replace(LEARNED, budget=5, trained_budget=5), 4, "iid", 0, "", 0, None, None, None)
+    assert by_learned([COMPARED[0], other, FAR[0]]) == [[COMPARED[0], FAR[0]], [other]]
+
+
+def test_areas_are_told_with_their_range():
+    """Two rules over the same steps side by side, one over other steps apart, none for a single point."""
+    rules = [
+        *(heuristic("b", steps, mean_steps=float(steps), score=steps / 4) for steps in (1, 2, 4)),
+        *(heuristic("a", steps, mean_steps=float(steps), score=0.5) for steps in (2, 3)),
+        *(heuristic("c", steps, mean_steps=float(steps), score=1.0) for steps in (4, 1)),
+    ]
+    assert area_rows([LEARNED, *rules]) == [
+        ["b", "0.625", "1.00–4.00"],
+        ["c", "1.000", "1.00–4.00"],
+        ["a", "0.500", "2.00–3.00"],
+    ]
+
+
+def test_where_a_selector_chose_nothing_is_said_only_of_it():
+    assert notes(RECORDS) == []
+    paper = dataclasses.replace(LEARNED, selector="bernoulli", nothing_selected=0.0123)
+    (sentence,) = notes([paper, *RECORDS])
+    assert sentence.startswith("learned, T = 2 selected nothing in 1.23% of its steps")
+    reward = dataclasses.replace(LEARNED, policy="reward:1", selector="nonempty", nothing_selected=0.5)
+    (sentence,) = notes([reward])
+    assert sentence.startswith("reward:1, T = 2 selected nothing in 50.00% of its steps"), (
+        "whatever the selector's form"
+    )
+    never = dataclasses.replace(LEARNED, selector="bernoulli", nothing_selected=0.0)
+    (sentence,) = notes([never])
+    assert sentence.startswith("learned, T = 2 selected nothing in 0.00% of its steps"), "it could have"
+    one_at_a_time = dataclasses.replace(LEARNED, policy="lo-arm", selector="bernoulli", nothing_selected=0.0)
+    assert notes([one_at_a_time]) == [], "it always selects something"
+    assert "selected nothing in 1.23%" in " ".join(printed(table([paper], "", "")).split())
+
+
+def test_revisions_are_said_only_of_rules_that_re_mask():
+    (sentence,) = notes([*RECORDS, heuristic("remasking", 8, mean_revisions=0.25)])
+    assert sentence == "remasking @ 8 re-masked a position 0.250 times on average."
+
+
+# --- the pictures -----------------------------------------------------------------------------------------------------
+
+
+def test_pictured_are_the_rules_at_the_learned_budget():
+    orders = [order("margin"), order("iid", 2), order("iid", 4), order("learned", 2), order("top-prob", 16)]
+    assert [(o.policy, o.budget) for o in pictured(orders)] == [("learned", 2), ("iid", 2), ("margin", 2)]
+
+
+def test_pictured_without_a_learned_order_is_the_smallest_budget():
+    orders = [order("margin", 4), order("iid", 2), order("margin", 2), order("iid", 16)]
+    assert [(o.policy, o.budget) for o in pictured(orders)] == [("iid", 2), ("margin", 2)]
+    assert pictured([]) == []
+
+
+def test_pictured_is_the_latest():
+    latest = order("iid", steps=((1, 1, 1, 1),))
+    assert pictured([order("iid"), order(), latest])[1] is latest
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 6])
+def test_order_pictures(count):
+    orders = [order(policy) for policy in ("learned", "iid", "margin", "top-prob", "a", "b")[:count]]
+    figure = order_picture(orders)
+    panels = [axes for axes in figure.axes if axes.images]
+    assert len(panels) == count
+    assert [panel.get_title() for panel in panels] == [f"{o.policy}, 2 steps" for o in orders]
+    # Row 0 reveals positions 0 and 3 first; the columns are the groups' positions 0, 2, 1, 3.
+    assert panels[0].images[0].get_array().tolist() == [[0, 1, 1, 0], [1, 0, 0, 1]]
+    assert len(panels[0].lines) == 1, "a line between the two groups"
+    figure.savefig(io.BytesIO(), format="png")
+
+
+def test_a_prompt_has_no_step():
+    figure = order_picture([order(steps=((-1, 0, 1, 1),))])
+    pixels = figure.axes[0].images[0].get_array()
+    assert pixels.mask.tolist() == [[True, False, False, False]]
+
+
+@pytest.mark.parametrize("budget", [1, 12, 300])
+def test_order_pictures_of_any_budget(budget):
+    steps = ((0, budget - 1, budget // 2, 0),)
+    figure = order_picture([order("iid", budget, steps)])
+    figure.savefig(io.BytesIO(), format="svg")
+    image = figure.axes[0].images[0]
+    first, last = image.cmap(image.norm(0)), image.cmap(image.norm(budget - 1))
+    assert (first == last) == (budget == 1)
+
+
+@pytest.mark.parametrize("records", [RECORDS[:1], [LEARNED], RECORDS], ids=["a heuristic", "an order", "several"])
+def test_score_plots(records):
+    figure = score_plot(records)
+    labels = {text.get_text() for text in figure.axes[0].get_legend().get_texts()}
+    assert labels == {record.policy for record in records}
+    figure.savefig(io.BytesIO(), format="png")
+
+
+def test_a_score_plot_shows_every_record():
+    axes = score_plot(RECORDS).axes[0]
+    points = {
+        (round(x, 4), round(y, 4))
+        for container in axes.containers
+        for x, y in zip(*container.lines[0].get_data(), strict=True)
+    }
+    assert points == {(record.mean_steps, record.score) for record in RECORDS}
+
+
+def labels_of(figure):
+    return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+
+
+def stars_of(figure):
+    """Position and colour of every learned point."""
+    lines = [container.lines[0] for container in figure.axes[0].containers]
+    return [(*map(float, (line.get_xdata()[0], line.get_ydata()[0])), line.get_color()) for line in lines
+            if line.get_marker() == "*"]  # fmt: skip
+
+
+def test_orders_of_several_runs_are_separate_stars():
+    """T = 5, 10 and 15, each labelled with its run and its T, in colours of their own."""
+    orders = [
+        dataclasses.replace(LEARNED, trained_budget=T, budget=T, mean_steps=T - 0.5, score=T / 20) for T in (5, 10, 15)
+    ]
+    figure = shared_plot([(f"run-{record.budget}", [record]) for record in orders])
+    assert labels_of(figure) == ["run-5, learned", "run-10, learned", "run-15, learned"]
+    stars = stars_of(figure)
+    assert [star[:2] for star in stars] == [(4.5, 0.25), (9.5, 0.5), (14.5, 0.75)]
+    assert len({colour for *_, colour in stars}) == 3
+    assert [text.get_text() for text in figure.axes[0].texts] == ["T = 5", "T = 10", "T = 15"]
+
+
+def test_the_seeds_of_one_budget_have_one_label():
+    orders = [
+        dataclasses.replace(LEARNED, trained_budget=T, trained_seed=seed, mean_steps=T - seed / 10, score=seed / 10)
+        for T in (5, 10)
+        for seed in (1, 2, 3)
+    ]
+    texts = plot([Line("learned", orders)]).axes[0].texts
+    assert [(text.get_text(), text.xy) for text in texts] == [("T = 5", (4.9, 0.1)), ("T = 10", (9.9, 0.1))]
+
+
+def test_a_rule_on_the_same_denoiser_is_one_line_and_on_others_several():
+    same, other = heuristic("iid", 4, mean_steps=3.9), heuristic("iid", 4, mean_steps=3.9, denoiser="ba9876543210")
+    figure = shared_plot([("a", [heuristic("iid", 2), same]), ("b", [same]), ("c", [other])])
+    assert labels_of(figure) == ["a, b, iid", "c, iid"]
+    lines = [container.lines[0] for container in figure.axes[0].containers]
+    assert [len(line.get_xdata()) for line in lines] == [2, 1]
+    assert lines[0].get_color() == lines[1].get_color(), "a colour a rule"
+    assert lines[0].get_marker() != lines[1].get_marker(), "a marker a run"
+
+
+def test_any_name_can_be_drawn():
+    names = ["_hidden", "a $ b $", r"$\frac$", "<b>&", "x" * 150]
+    figure = shared_plot([(name, [dataclasses.replace(LEARNED, score=0.5)]) for name in names])
+    assert [label.strip() for label in labels_of(figure)] == [f"{name}, learned" for name in names]
+    figure.savefig(io.BytesIO(), format="svg")
+    assert figure.axes[0].get_window_extent().width > 300, "the legend leaves room for the plot"
+
+
+def test_fifteen_rules_have_fifteen_colours():
+    rules = ["iid", "top-prob", "margin", *(f"rule-{i}" for i in range(12))]
+    found = colours_of(rules)
+    assert len(set(found.values())) == 15
+    assert not set(found.values()) & set(LEARNED_COLOURS)
+    assert {name: found[name] for name in COLOURS} == COLOURS
+
+
+def test_a_colour_does_not_depend_on_the_other_rules():
+    """Unless two would have the same: then one of them moves on."""
+    alone = {name: colours_of([name])[name] for name in ("entropy", "threshold:0.9", "left-to-right")}
+    assert len(set(alone.values())) == 3, "no two of these meet"
+    assert colours_of([*alone, "iid"]) == {**alone, "iid": COLOURS["iid"]}
+    assert colours_of(["left-to-right", "iid", "threshold:0.9"]) == {
+        **{name: alone[name] for name in ("left-to-right", "threshold:0.9")},
+        "iid": COLOURS["iid"],
+    }
+    assert len(colours_of([f"rule-{i}" for i in range(50)])) == 50
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """What a browser would fetch, the cells of the table, and the number of each element."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.fetched, self.cells, self.count, self.inside, self.depth = [], [], {}, "", 0
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.count[tag] = self.count.get(tag, 0) + 1
+        self.inside = tag
+        if tag in ("td", "th"):
+            self.cells.append("")
+        for name, value in attributes:
+            if name in ("src", "href", "xlink:href", "srcset", "action", "data"):
+                self.fetched.append(value)
+
+    def handle_data(self, data):
+        if self.inside in ("td", "th") and self.cells:
+            self.cells[-1] += data
+
+    def handle_endtag(self, tag):
+        self.inside = ""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    write_html(path, [Section("groups: <16> tokens & more", 'a "caption" <b>', RECORDS, [order(), order("iid")])])
+    return path.read_text()
+
+
+def test_the_page_is_self_contained(page):
+    """Nothing is fetched: no script, no style sheet, no image but those inside; addresses only name namespaces."""
+    assert all(value.startswith(("#", "data:")) for value in Page(page).fetched)
+    assert Page(page).fetched, "the test has no power"
+    assert not {"script", "link", "img", "iframe", "object"} & Page(page).count.keys()
+    assert "@import" not in page
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page))
+    without_namespaces = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
+    assert "http://" not in without_namespaces
+    assert "https://" not in without_namespaces
+
+
+def test_the_page_holds_both_plots_and_the_table(page):
+    parsed = Page(page)
+    assert parsed.count["svg"] == 2
+    assert parsed.count["figure"] == 2
+    headings, rows = rows_of(ordered(RECORDS))
+    assert headings == [heading for heading in HEADINGS if heading != "flexible"]
+    cells = [*headings, *(cell for row in rows for cell in row)]
+    # iid runs from 2 to 4 in this table: (0.012 + 0.13) / 2
+    assert parsed.cells == [*cells, *AREA_HEADINGS, "iid", "0.071", "1.98–3.90"]
+
+
+def test_the_page_escapes(page):
+    assert "groups: &lt;16&gt; tokens &amp; more" in page
+    assert "<16>" not in page
+    assert "<b>" not in page
+
+
+def test_the_learned_order_stands_out(page):
+    assert page.count("<tr class=learned>") == 1
+
+
+def test_a_page_without_orders_and_with_several_runs(tmp_path):
+    path = tmp_path / "report.html"
+    write_html(path, [Section("one", "", RECORDS, []), Section("two", "", [LEARNED], [order()], BOUND)])
+    parsed = Page(path.read_text())
+    assert parsed.count["section"] == 2
+    assert parsed.count["svg"] == 1 + 2
+
+
+def test_the_page_tells_the_comparison(tmp_path):
+    path = tmp_path / "report.html"
+    paper = dataclasses.replace(LEARNED, selector="bernoulli", nothing_selected=0.0123)
+    write_html(path, [Section("one", "which denoiser", [paper, ONE, TWO], [], comparisons=[*COMPARED, *FAR])])
+    text = path.read_text()
+    cells = Page(text).cells
+    for part in (*comparison_headings(COMPARED[0]), *comparison_columns(COMPARED[0]), *AREA_HEADINGS, "1.00–2.00"):
+        assert part in cells
+    assert "Not comparable: margin: evaluate it at 1 and 2 steps, if it can run there." in text
+    assert "selected nothing in 1.23% of its steps" in text
+    assert text.index("which denoiser") < text.index("equal steps")
+
+
+EVIL = "\x1b[2J\u202e<script>alert('&')</script>"
+
+
+def test_the_page_escapes_the_names_of_runs_and_rules(tmp_path):
+    path = tmp_path / "report.html"
+    evil = dataclasses.replace(LEARNED, policy=f"{EVIL}, learned")
+    one, rule = heuristic(EVIL, 1, mean_steps=1.0), heuristic(EVIL, 2, mean_steps=2.0)
+    compared = compare([Result(evil, None), Result(rule, None), Result(one, None)])
+    section = Section(EVIL, EVIL, [evil, rule, one], [order(EVIL)], None, compared, EVIL, EVIL)
+    write_html(path, [section, section])
+    text = path.read_text()
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;") > 6
+    assert not {"script", "b"} & Page(text).count.keys()
+    assert not re.search(HIDDEN, text)
+    drawings = re.findall("<svg.*?</svg>", text, flags=re.DOTALL)
+    assert len(drawings) == 5
+    for drawing in drawings:
+        xml.dom.minidom.parseString(drawing)
+    for shown in (table([evil, rule, one], EVIL, EVIL), comparison_table(compared, [evil]), bound_table(BOUND, EVIL)):
+        assert not re.search(HIDDEN, printed(shown))
+
+
+def test_runs_of_the_same_task_share_a_plot(tmp_path):
+    one, two, three = (Section(name, "", [LEARNED], [], run=name, task="groups 1") for name in "abc")
+    alone = Section("d", "", [LEARNED], [], run="d", task="groups 2")
+    assert together([one, alone, two, three]) == [[one, two, three]]
+    assert together([one, alone]) == []
+    path = tmp_path / "report.html"
+    write_html(path, [one, alone, two])
+    parsed, text = Page(path.read_text()), path.read_text()
+    assert parsed.count["section"] == 1 + 3
+    assert parsed.count["svg"] == 1 + 3
+    assert text.index("<h2>groups: a, b</h2>") < text.index("<h2>a</h2>"), "the shared plot comes first"
+
+
+def test_the_page_tells_the_bound_and_the_true_likelihood(tmp_path):
+    path = tmp_path / "report.html"
+    write_html(path, [Section("one", "", [LEARNED], [], BOUND)])
+    cells = Page(path.read_text()).cells
+    assert "true log-likelihood of the same sequences" in cells
+    assert f"{BOUND.true_log_likelihood:.4f}" in cells
+    assert f"{BOUND.order_bound:.4f}" in cells
+
+
+def test_a_bound_round_trip(tmp_path):
+    path = tmp_path / "bound.json"
+    assert read_bound(path) is None
+    path.write_text(json.dumps(dataclasses.asdict(BOUND)))
+    assert read_bound(path) == BOUND
+    path.write_text('{"budget": 2}')
+    with pytest.raises(ResultsError, match="run `unmask evaluate --bound` again"):
+        read_bound(path)
+
+
+def test_a_page_replaces_only_a_page(tmp_path):
+    path = tmp_path / "report.html"
+    section = Section("one", "", [LEARNED], [])
+    write_html(path, [section])
+    write_html(path, [section, section])
+    path.write_text("a letter to my mother")
+    with pytest.raises(ResultsError, match="no report of unmask"):
+        write_html(path, [section])
+    assert path.read_text() == "a letter to my mother"
+
+
+def test_what_differs_between_records_is_in_their_names():
+    greedy = dataclasses.replace(heuristic("iid", 2), temperature=0.0)
+    sampled = heuristic("iid", 2)
+    names = [columns(record, [greedy, sampled])["policy"] for record in (greedy, sampled)]
+    assert names == ["iid, temperature 0 @ 2", "iid, temperature 1 @ 2"]
+    figure = score_plot([greedy, sampled])
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [
+        "iid, temperature 0",
+        "iid, temperature 1",
+    ]

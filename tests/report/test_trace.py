@@ -1,0 +1,214 @@
+"""What `unmask sample` shows: word problems as text, step by step, and the same as a picture."""
+
+import re
+import xml.dom.minidom
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tasks.test_gsm8k import TEST, many, write_jsonl
+from tests.test_cli import call, refused  # noqa: F401
+from tests.test_display import HIDDEN
+from tests.test_reproduction import DENOISER
+from unmask.cli import _console, _print_legend
+from unmask.decoding.policies import LeftToRight, TopProbability
+from unmask.decoding.tokens import TokenChoice
+from unmask.report.trace import MASK, PROMPT, Span, picture, spans, write
+from unmask.tasks.gsm8k.gsm8k import GSM8K
+from unmask.tasks.puzzles.groups import Groups
+
+ANSWER = "<<40-4=36>> #### 36"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("problems")
+    write_jsonl(folder / "train.jsonl", many())
+    write_jsonl(folder / "test.jsonl", TEST)
+    (folder / "denoiser.toml").write_text(DENOISER)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def task(folder):
+    # The same as in the recipe.
+    options = {"resample": 10, "vocab_size": 300, "prompt_length": 100, "response_length": 40}
+    return GSM8K(str(folder), **options, held_out="test", cache=str(folder / "cache"))
+
+
+class Knowing(nn.Module):
+    """Writes the tokens it is given, whatever it sees."""
+
+    def __init__(self, task, tokens):
+        super().__init__()
+        self.mask_token_id = len(task.vocabulary)
+        self.logits_of = nn.functional.one_hot(tokens, len(task.vocabulary)).double() * 20
+
+    def hidden(self, tokens, attention_mask=None):
+        padding = (
+            0 if attention_mask is None else int((~attention_mask).sum())
+        )  # on the left in the task, on the right here
+        return self.logits_of.roll(-padding, 0).expand(len(tokens), -1, -1)
+
+    def logits(self, hidden):
+        return hidden
+
+
+def text(frame):
+    return "".join(span.text for span in frame)
+
+
+def written(task, steps=4, rule=None, tokens=None):
+    tokens = task.examples(torch.tensor([0]), "test").tokens[0] if tokens is None else tokens
+    return write(Knowing(task, tokens), task, rule or LeftToRight(), steps, 0, TokenChoice(), seed=0)
+
+
+def test_a_problem_reads_as_a_text(task):
+    writing = written(task)
+    assert (writing.question, writing.wanted) == (TEST[0].question, ANSWER)
+    steps = ["<<40-4=36>> #### 3" + MASK * 30, ANSWER + "░" * 9 + MASK * 20, ANSWER + "░" * 19 + MASK * 10]
+    assert [text(frame) for frame in writing.frames] == [*steps, f"{ANSWER}░×29"], "of eleven tokens and 29 ends"
+    assert text(writing.result) == text(writing.frames[-1])
+    assert (writing.num_steps, writing.valid, writing.policy) == (4, True, "left-to-right")
+
+
+def test_a_wrong_answer_is_not_valid(task):
+    other = task.examples(torch.tensor([1]), "test").tokens[0]
+    tokens = torch.cat([task.examples(torch.tensor([0]), "test").tokens[0][:100], other[100:]])
+    assert not written(task, tokens=tokens).valid
+
+
+def test_every_token_knows_its_step(task):
+    """Ten of forty positions a step, from the left."""
+    writing = written(task)
+    for i, frame in enumerate(writing.frames):
+        steps = [span.step for span in frame for _ in range(int((re.findall(r"×(\d+)", span.text) or [1])[0]))]
+        assert len(steps) == 40
+        assert steps[:10] == [0] * 10
+        assert [step is None for step in steps] == [n >= 10 * (i + 1) for n in range(40)]
+
+
+def test_how_tokens_are_shown(task):
+    """The bytes of the tokenizer never are; a few ends of sequence are marks, many one mark with their number."""
+    ids = task._tokens.tokenizer.encode(" pears\nnow ").ids
+    shown = spans(task, [*ids, 0, len(task.vocabulary), 0, 0], [*([2] * len(ids)), 3, PROMPT, 4, 5])
+    assert text(shown) == " pears↵now ░·░░"
+    assert shown[-2:] == [Span("░", 4, is_end=True), Span("░", 5, is_end=True)]
+    assert spans(task, [0] * 9, [1, 3, *([2] * 7)]) == [Span("░×9", 3, is_end=True)]
+    puzzle = Groups(groups=2, group_size=2, symbols=3)
+    assert text(spans(puzzle, [0, 3, 2, 1], [0, PROMPT, 1, 1])) == "a · c b"
+
+
+def test_the_picture(task):
+    """Well-formed, every step of both rules in it, and nothing of the tokenizer's alphabet."""
+    both = [written(task), written(task, rule=TopProbability())]
+    drawing = picture(both)
+    lines = xml.dom.minidom.parseString(drawing).getElementsByTagName("text")
+    shown = ["".join(part.firstChild.data for part in line.childNodes) for line in lines]
+    assert shown[1:3] == [TEST[0].question, f"answer: {ANSWER}"]
+    assert shown[3] == "left-to-right: 4 steps, right"
+    assert shown[4:8] == [f"{i:>2}  {text(frame)}" for i, frame in enumerate(both[0].frames)]
+    assert shown[8] == "top-prob: 4 steps, right"
+    assert len(shown) == 13
+    assert "Ġ" not in drawing
+    long = replace(both[0], frames=[[Span("word ", 0)] * 50], question="words " * 40, wanted="steps " * 40 + "\n#### 4")
+    rows = xml.dom.minidom.parseString(picture([long])).getElementsByTagName("text")
+    assert max(sum(len(part.firstChild.data) for part in row.childNodes) for row in rows) <= 104
+    answer = ["".join(part.firstChild.data for part in row.childNodes) for row in rows][4:8]
+    assert answer[0].startswith("answer: steps steps")
+    assert answer[-1] == "#### 4"
+
+
+class Hostile(Groups):
+    """Its tokens steer a terminal; with `text` they are shown as a text, after a question."""
+
+    vocabulary = ("\x1b]0;owned\x07", "\u202e\u2028", "\n\x9b2J")
+
+
+def test_nothing_that_is_written_steers_the_terminal():
+    puzzle = Hostile(groups=2, group_size=2, symbols=3)
+    assert text(spans(puzzle, [0, 1, 2], [0, 1, 1])) == r"\x1b]0;owned\x07 \u202e\u2028 ↵\x9b2J"
+    vars(puzzle)["text"] = lambda tokens: "".join(puzzle.vocabulary[token] for token in tokens)
+    writing = written(puzzle, steps=2)
+    assert not re.search(HIDDEN, writing.question + writing.wanted + text(writing.result))
+    drawing = picture([replace(writing, question="\x1b[2J\x00?", policy="\uffff")])
+    xml.dom.minidom.parseString(drawing)
+    assert r"\x1b[2J\x00?" in drawing
+
+
+def test_the_legend_of_many_steps_is_one_line(task, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    _print_legend(_console(), 72, has_end=True)
+    assert capsys.readouterr().out == "step 0 1 2 3 4 5 ... 71  prompt  · mask  ░ end of sequence\n"
+    legend = xml.dom.minidom.parseString(picture([replace(written(task), budget=72)])).getElementsByTagName("text")[0]
+    shown = "".join(part.firstChild.data for part in legend.childNodes)
+    assert shown.startswith("step  0 6 13 19 ")
+    assert "71   · masked" in shown
+    assert len(shown) <= 104
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    from unmask.cli import main
+
+    options = ["--set", f"task.folder={folder}", "--set", f"task.cache={folder / 'cache'}"]
+    with pytest.raises(SystemExit) as caught:
+        main(["train", str(folder / "denoiser.toml"), "--out", str(folder / "run"), *options, "--cpu"])
+    assert not caught.value.code
+    return folder / "run"
+
+
+def test_on_the_command_line(run, tmp_path, call, monkeypatch):  # noqa: F811
+    words = ["sample", run, "--split", "test", "--example", "1", "--policy", "left-to-right", "--policy", "top-prob"]
+    code, shown, err = call(*words, "--steps", "3", "--trace", "--svg", tmp_path / "deep" / "a.svg")
+    assert code == 0, err
+    assert TEST[1].question in " ".join(shown.split())
+    assert TEST[0].question not in " ".join(shown.split())
+    assert shown.count("3 steps, wrong") == 2
+    assert "Ġ" not in shown
+    assert "░ end of sequence" in shown
+    assert len(re.findall(r"^  [012]   ", shown, flags=re.M)) == 6
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = call(*words, "--steps", "3", "--trace")[1].splitlines()[1:]
+    told = narrow[narrow.index("left-to-right:") :]
+    assert max(map(len, told)) <= 40
+    assert len(told) > 2 * 5, "the response of 40 tokens takes two lines"
+    assert all(line.startswith("  ") or line.endswith(":") for line in told), "lines that go on are indented too"
+    assert "left-to-right: </tspan>" in (tmp_path / "deep" / "a.svg").read_text()
+
+
+def test_a_picture_replaces_only_a_picture(run, tmp_path, call, refused):  # noqa: F811
+    words, path = ["sample", run, "--num", "1", "--steps", "1", "--svg"], tmp_path / "a.svg"
+    for _ in range(2):
+        assert call(*words, path)[0] == 0
+    path.write_text("<svg>a drawing of my own</svg>")
+    assert f"{path} exists and is no picture of unmask" in refused(*words, path)
+    assert path.read_text() == "<svg>a drawing of my own</svg>"
+
+
+def test_examples_are_found_by_what_comes_of_them(run, call, refused, monkeypatch):  # noqa: F811
+    """The first ones where the two rules are as asked; the model is untrained, so the verdict is planted."""
+    words = ["sample", run, "--split", "test", "--policy", "top-prob", "--policy", "left-to-right", "--steps", "2"]
+    code, shown, _ = call(*words, "--find", "wrong,wrong", "--num", "1")
+    assert code == 0
+    assert shown.count("2 steps, wrong") == 2
+    assert "in none of 2 examples are top-prob, left-to-right right,wrong" in refused(*words, "--find", "right,wrong")
+
+    def verdict(self, tokens, examples):
+        seen.append(str(examples.tokens.tolist()))
+        return torch.tensor([seen.count(seen[-1]) > 1])
+
+    seen: list[str] = []
+    monkeypatch.setattr(GSM8K, "valid", verdict)  # the first rule is wrong, the second right
+    code, shown, _ = call(*words, "--find", "wrong,right")
+    assert code == 0
+    assert shown.count("answer:") == 2
+    seen.clear()
+    assert call(*words, "--find", "right,wrong")[0] == 2
+    assert len(seen) == 2, "a rule that is not as asked is the last one tried"
+    for wrong in ("right", "right,right,right", "right,maybe"):
+        assert "--find takes right or wrong for each --policy" in refused(*words, "--find", wrong)
+    assert "has the examples 0 to 1: no --example 7" in refused(*words, "--example", "7")
+    assert "no held-out split 'tset'; did you mean 'test'?" in refused("sample", run, "--split", "tset")

@@ -1,0 +1,508 @@
+"""A whole study on hand-written problems: its commands, what it writes, and that nothing is done twice."""
+
+import json
+import shlex
+import shutil
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tasks.test_gsm8k import TEST, many, write_jsonl
+from tests.test_cli import call, refused  # noqa: F401
+from tests.test_comparison import learned, result
+from tests.test_report import LEARNED
+from tests.training.small import contents, json_lines
+from unmask import cli, files
+from unmask.evaluation.compare import Gain
+from unmask.jsonl import read_jsonl
+from unmask.recipe import load_recipe
+from unmask.report.tables import read_records
+from unmask.studies.study import BEST_OTHER, Reproduction, load_study, written
+
+DENOISER = """
+threads = 1
+
+[task]
+name = "gsm8k"
+resample = 10
+vocab_size = 300
+prompt_length = 100
+response_length = 40
+
+[model]
+label = "tiny"
+width = 16
+layers = 1
+heads = 2
+intermediate = 16
+
+[denoise]
+updates = 2
+batch = 4
+warmup = 1
+
+[evaluate]
+examples = 6
+temperature = 0.0
+budgets = [3]
+"""
+ORDER = DENOISER.replace("[denoise]\nupdates = 2\n", "[order]\nupdates = 2\nbudget = 2\ntrajectories = 2\n").replace(
+    "width = 16\nlayers = 1\nheads = 2\nintermediate = 16\n", "selector.heads = 2\nscorer = {width = 8, heads = 2}\n"
+)
+STUDY = """
+policies = ["iid", "top-prob"]
+others = ["entropy", "left-to-right"]
+learned_tried = ["learned(deterministic)"]
+
+[[train]]
+name = "denoiser"
+recipe = "denoiser.toml"
+
+[[train]]
+name = "frozen"
+recipe = "order.toml"
+start = "denoiser"
+seeds = [0, 1]
+
+[[train]]
+name = "joint"
+recipe = "order.toml"
+start = "denoiser"
+set = ["order.denoiser_rate=1e-4"]
+
+[[train]]
+name = "continued"
+recipe = "denoiser.toml"
+start = "denoiser"
+set = ["denoise.batch=8", "denoise.learning_rate=1e-4"]
+
+[[train]]
+name = "shared"
+recipe = "order.toml"
+start = "frozen"
+baseline = "continued"
+set = ["order.denoiser_rate=1e-4", "order.budget=3", "order.from_init=true"]
+seeds = [0, 1]
+
+[[evaluate]]
+split = "new-numbers-dev"
+examples = 6
+steps = [1, 4]
+
+[[evaluate]]
+split = "test"
+examples = 2
+"""
+FIRST = ["denoiser", "frozen-seed0", "frozen-seed1", "joint", "continued", "shared-seed0", "shared-seed1"]
+ELSEWHERE = ["frozen-seed0", "frozen-seed1", "shared-seed0", "shared-seed1"]  # orders whose rivals another run has
+LATER = [*ELSEWHERE, "denoiser", "denoiser/others", "joint", "continued"]
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """The files of the study, with data, and the study done in `runs`: tests only read it."""
+    folder = tmp_path_factory.mktemp("study")
+    write_jsonl(folder / "train.jsonl", many())
+    write_jsonl(folder / "test.jsonl", TEST)
+    for name, text in (("denoiser", DENOISER), ("order", ORDER), ("study", STUDY)):
+        (folder / f"{name}.toml").write_text(text)
+    reproduction(folder, folder / "runs").run()
+    return folder
+
+
+def options(folder):
+    return [f"task.folder={folder}", f"task.cache={folder / 'cache'}"]
+
+
+def reproduction(folder, out, ran=None, fail_at=None, **values):
+    """With every command noted in `ran`; the command that starts with `fail_at` fails."""
+
+    def command(arguments):
+        if fail_at and " ".join(arguments).startswith(fail_at):
+            raise KeyboardInterrupt
+        if ran is not None:
+            ran.append(arguments)
+        cli._command(arguments)
+
+    return Reproduction(*load_study(str(folder / "study.toml")), out, options(folder), True, command, **values)
+
+
+def test_stages_in_order(study):
+    names = [stage.name for stage in reproduction(study, study / "nowhere").stages()]
+    assert names[:7] == FIRST
+    assert names[7:15] == [f"new-numbers-dev/{name}" for name in LATER]
+    assert names[15:] == [f"test/{name}" for name in LATER if name != "denoiser/others"]
+
+
+def test_the_other_rules_run_beyond_the_budgets_of_the_orders(study):
+    """What ends by itself ends there, and in between there is something to interpolate from."""
+    plan = reproduction(study, study / "nowhere")
+    for steps, expected in [((1, 2, 3, 4), ["3", "4"]), ((1, 2), ["2"])]:
+        plan.study = replace(plan.study, evaluate=(replace(plan.study.evaluate[0], steps=steps),))
+        [others] = [stage.command for stage in plan.stages() if stage.name.endswith("/others")]
+        assert [value for option, value in pairwise(others) if option == "--steps"] == expected
+
+
+def test_every_seed_starts_from_its_own(study):
+    """`shared` goes on with the orders of `frozen`, whose seeds it has; all of those start from the one denoiser."""
+    plan = reproduction(study, study / "nowhere")
+    starts = {run: plan._recipe(run).init for run in FIRST}
+    nowhere = study / "nowhere"
+    assert starts == {
+        "denoiser": "",
+        **dict.fromkeys(("frozen-seed0", "frozen-seed1", "joint", "continued"), str(nowhere / "denoiser")),
+        **{f"shared-seed{seed}": str(nowhere / f"frozen-seed{seed}") for seed in (0, 1)},
+    }
+    by_name = {stage.name: stage for stage in plan.stages()}
+    assert plan._needs(by_name["shared-seed1"]) == {"frozen-seed1", "continued"}
+
+
+@pytest.mark.parametrize(("task", "trusted"), [("gsm8k", False), ("unmask.tasks.gsm8k.gsm8k:GSM8K", True)])
+def test_a_task_that_the_study_names_is_trusted_in_its_evaluations(study, task, trusted):
+    plan = Reproduction(*load_study(str(study / "study.toml")), study / "nowhere", [f"task.name={task}"])
+    assert {"--trust-task" in stage.command for stage in plan.stages() if stage.runs} == {trusted}
+
+
+def test_what_it_writes(study):
+    results = study / "runs" / "results"
+    assert sorted(contents(results)) == sorted(
+        ["study.jsonl", "study/gains.jsonl", "study/stages.jsonl", *(f"study/recipes/{run}.json" for run in FIRST)]
+    )
+    stages = json_lines(results / "study" / "stages.jsonl")
+    names = [stage.name for stage in reproduction(study, study / "runs").stages()]
+    assert [stage["stage"] for stage in stages] == names
+    assert all(stage["finished"] and stage["seconds"] > 0 and stage["device"] == "cpu" for stage in stages)
+    assert all(stage["command"].startswith(("unmask train ", "unmask evaluate ")) for stage in stages)
+    everything = [record for run in FIRST for record in read_records(study / "runs" / run / "results.jsonl")]
+    assert read_records(results / "study.jsonl") == everything, "nothing is taken for something else"
+
+
+def test_the_records_tell_runs_and_splits_apart(study):
+    plain, frozen0, frozen1, joint, continued, *shared = (
+        read_records(study / "runs" / run / "results.jsonl") for run in FIRST
+    )
+    denoiser = plain[0].denoiser
+    assert {record.split for record in plain} == {"new-numbers-dev", "test"}
+    assert {record.denoiser for record in plain} == {denoiser}
+    assert {record.trained_seed for record in plain} == {None}
+    for seed, records in enumerate((frozen0, frozen1)):
+        assert [(r.policy, r.split, r.trained_seed, r.seed) for r in records] == [
+            ("learned", "new-numbers-dev", seed, 0),
+            ("learned(deterministic)", "new-numbers-dev", seed, 0),
+            ("learned", "test", seed, 0),
+        ]
+        assert {(r.model, r.denoiser, r.plain_denoiser) for r in records} == {("tiny", denoiser, denoiser)}
+        assert [(r.num_examples, r.overlong) for r in records] == [(6, 0), (6, 0), (2, 0)]
+    learned = [record for record in joint if record.trained_budget is not None]
+    rivals = {record.denoiser for record in joint if record.trained_budget is None}
+    assert {record.plain_denoiser for record in learned} == rivals
+    assert denoiser not in rivals | {learned[0].denoiser}
+    assert all(r.score <= r.score_flexible <= 1 for r in [*plain, *joint])
+    assert {record.trained_budget for record in continued} == {None}
+    (baseline,) = {record.denoiser for record in continued}
+    assert baseline not in rivals | {denoiser}, "the other joint order trained its own"
+    for seed, records in enumerate(shared):
+        assert [(r.policy, r.split, r.trained_seed, r.trained_budget) for r in records] == [
+            ("learned", "new-numbers-dev", seed, 3),
+            ("learned(deterministic)", "new-numbers-dev", seed, 3),
+            ("learned", "test", seed, 3),
+        ]
+        assert {r.plain_denoiser for r in records} == {baseline}
+        assert baseline not in {r.denoiser for r in records}
+    for run in ("shared-seed0", "shared-seed1"):
+        stages = {line["stage"] for line in json_lines(study / "runs" / run / "metrics.jsonl")}
+        assert stages == {"order"}, "no baseline of its own"
+
+
+def test_of_the_other_rules_only_one_is_left_on_later_splits(study):
+    plain = read_records(study / "runs" / "denoiser" / "results.jsonl")
+    by_split = {split: {r.policy for r in plain if r.split == split} for split in ("new-numbers-dev", "test")}
+    assert by_split["new-numbers-dev"] == {"iid", "top-prob", "entropy", "left-to-right"}
+    assert by_split["test"] in ({"iid", "top-prob", "entropy"}, {"iid", "top-prob", "left-to-right"})
+    spec = [r.budget for r in plain if r.policy == "top-prob" and r.split == "new-numbers-dev"]
+    assert {1, 4} < set(spec), "the steps that were asked for, and those that a comparison needs"
+
+
+def test_another_rule_is_chosen(study, tmp_path):
+    """On the first split nothing changes, and on the others it is evaluated instead."""
+    chosen = 'learned = ["learned(deterministic)"]\nlearned_tried = ["learned"]'
+    for path in study.glob("*.toml"):
+        (tmp_path / path.name).write_text(
+            path.read_text().replace('learned_tried = ["learned(deterministic)"]', chosen)
+        )
+    new, old = ([written(stage) for stage in reproduction(f, study / "x").stages()] for f in (tmp_path, study))
+    dev = [[line for line in lines if "evaluate" in line and "new-numbers-dev" in line] for lines in (new, old)]
+    assert dev[0] == dev[1]
+    on_test = [line for line in new if "--split test" in line and "-seed" in line.split()[2]]
+    assert [line.partition("--policy ")[2] for line in on_test] == ["'learned(deterministic)' --cpu"] * 4
+
+
+def test_the_best_of_the_other_rules(study):
+    """By the mean score at the steps of the frozen orders on the first split; a rule that stops early, by its best."""
+    dev = {"split": "new-numbers-dev"}
+    one = learned("11111111", [2] * 8, plain_denoiser=LEARNED.denoiser, **dev)
+    two = learned(plain_denoiser=LEARNED.denoiser, trained_seed=1, **dev)  # 1.75 steps
+    rules = [result("entropy", 1, "11111111", **dev), result("entropy", 2, "00000000", **dev)]  # 0 and 1/4
+    rules += [result("left-to-right", 4, "11000000", [1] * 8, **dev)]  # 1/4: it never takes more than one step
+    rules += [result("margin", steps, "11111111", **dev) for steps in (1, 2)]  # none of the others
+    elsewhere = [result("entropy", steps, "11111111", split="test") for steps in (1, 2)]
+    joint = learned(denoiser="ba9876543210", plain_denoiser=LEARNED.denoiser, steps=[1] * 8, **dev)
+    whole = reproduction(study, study / "nowhere")
+    frozen = {"trained_budget": 2, "plain_denoiser": LEARNED.denoiser}
+    tried = result("learned(deterministic)", 2, "00000000", [1] * 8, **frozen, **dev)
+    whole.evaluated = lambda: [one, two, joint, tried, tried, *rules, *elsewhere]
+    assert whole._best_others() == ["left-to-right"]
+    whole.evaluated = lambda: [two, *rules[:2], result("left-to-right", 4, "10000000", [1] * 8, **dev)]
+    assert whole._best_others() == ["entropy"]
+    four = result("learned", 4, "11111111", [1] * 8, **{**frozen, "trained_budget": 4}, **dev)
+    whole.evaluated = lambda: [four, one, two, *rules]
+    assert whole._best_others() == ["left-to-right", "entropy"], "each budget has its own, at its own steps"
+    [stage] = [stage for stage in whole.stages() if stage.name == "test/denoiser"]
+    command = whole.known(stage).command
+    policies = [value for option, value in pairwise(command) if option == "--policy"]
+    assert policies == [*whole.study.policies, "left-to-right", "entropy"]
+    assert command[:1] == ["evaluate"]
+    assert command[-1] == stage.command[-1]
+    whole.evaluated = list
+    assert whole._best_others() == []
+
+
+def test_the_gains_hold_both_seeds(study):
+    gains = [Gain(**row) for row in read_jsonl(study / "runs" / "results" / "study" / "gains.jsonl", Gain)]
+    tried = [gain for gain in gains if gain.policy == "learned(deterministic)"]
+    assert {gain.split for gain in tried} == {"new-numbers-dev"}
+    assert {(gain.trained_budget, gain.joint, *gain.seeds) for gain in tried} == {
+        (2, False, 0, 1),
+        (2, True, 0),
+        (3, True, 0, 1),
+    }
+    gains = [gain for gain in gains if gain.policy == "learned"]
+    frozen = [gain for gain in gains if not gain.joint]
+    assert {(gain.split, gain.rival) for gain in frozen} >= {
+        (split, rival) for split in ("new-numbers-dev", "test") for rival in ("iid", "top-prob")
+    }
+    assert all(gain.seeds == [0, 1] and gain.trained_budget == 2 for gain in frozen)
+    for split in ("new-numbers-dev", "test"):
+        assert [gain.split for gain in frozen if gain.best].count(split) == 1
+        joint = [
+            (gain.trained_budget, gain.seeds) for gain in gains if gain.joint and gain.best and gain.split == split
+        ]
+        assert sorted(joint) == [(2, [0]), (3, [0, 1])]
+
+
+def test_what_is_done_is_not_done_again(study):
+    ran, before = [], contents(study / "runs")
+    reproduction(study, study / "runs", ran).run()
+    assert ran == []
+    assert contents(study / "runs") == before
+
+
+def test_a_finished_order_no_longer_needs_its_start(study, tmp_path):
+    out, ran = tmp_path / "runs", []
+    shutil.copytree(study / "runs" / "frozen-seed1", out / "frozen-seed1")
+    recipe = out / "frozen-seed1" / "recipe.json"
+    files.write_listed(recipe.parent, recipe.name, recipe.read_text().replace(str(study / "runs"), str(out)))
+    reproduction(study, out, ran).run(["frozen-seed1"])
+    assert ran == []
+
+
+def test_it_goes_on_where_it_stopped(study, tmp_path):
+    """A run that was interrupted is trained again, a finished one is not; the attempt is noted."""
+    out, ran = tmp_path / "runs", []
+    with pytest.raises(KeyboardInterrupt):
+        reproduction(study, out, ran, fail_at=f"train {study / 'order.toml'}").run(["denoiser", "frozen-seed1"])
+    (out / "frozen-seed1").mkdir()
+    files.write_listed(out / "frozen-seed1", "recipe.json", "{}")  # what a training that died leaves
+    assert [arguments[0] for arguments in ran] == ["train"]
+    reproduction(study, out, ran).run(["denoiser", "frozen-seed1", "new-numbers-dev"])
+    assert [arguments[0] for arguments in ran] == ["train", "train", "evaluate", "evaluate", "evaluate"]
+    assert ran[1][-1] == "--force"
+    stages = json_lines(out / "results" / "study" / "stages.jsonl")
+    assert [(stage["stage"], stage["finished"]) for stage in stages[:3]] == [
+        ("denoiser", True),
+        ("frozen-seed1", False),
+        ("frozen-seed1", True),
+    ]
+    assert read_records(out / "frozen-seed1" / "results.jsonl")[0] in read_records(out / "results" / "study.jsonl")
+
+
+def test_a_stage_leaves_the_process_as_it_was(study, tmp_path, monkeypatch):
+    """The threads that a command asks for are its own: the next one may want as many as there are."""
+    before, ran = torch.get_num_threads(), []
+    monkeypatch.setattr(cli, "_command", lambda arguments: torch.set_num_threads(before + 1))
+    reproduction(study, tmp_path / "runs", ran).run(["denoiser"])
+    assert [arguments[0] for arguments in ran] == ["train"]
+    assert torch.get_num_threads() == before
+
+
+def test_stages_at_once(study, tmp_path):
+    """The same runs as one after another, to the last bit, each by a process of its own."""
+    out, said, ran = tmp_path / "runs", [], []
+    shutil.copytree(study / "runs" / "denoiser", out / "denoiser")
+    reproduction(study, out, ran, say=said.append, jobs=2).run(["denoiser", "frozen"])
+    assert ran == []
+    assert said[0] == "[1/3] denoiser: done before"
+    assert said[1].startswith("[2/3] frozen-seed0: unmask train ")
+    assert sorted(line.rpartition(" ")[0].rpartition(" ")[0] for line in said[3:5]) == [
+        f"[{number}/3] frozen-seed{number - 2}: done in" for number in (2, 3)
+    ]
+    first, second = json_lines(out / "results" / "study" / "stages.jsonl")
+    assert [(stage["finished"], stage["jobs"]) for stage in (first, second)] == [(True, 2)] * 2
+    first_end = min(stage["started"] + stage["seconds"] for stage in (first, second))
+    assert first_end > max(first["started"], second["started"])
+    for run in ("frozen-seed0", "frozen-seed1"):
+        model = f"{run}/model.safetensors"
+        assert (out / model).read_bytes() == (study / "runs" / model).read_bytes()
+        assert (out / "logs" / f"{run}.txt").read_text().count("model: ") == 1
+
+
+def test_what_waits_for_what(study, tmp_path, monkeypatch):
+    """Every stage is given away once, after all that it reads and never beside one that writes to the same records."""
+    rounds = []
+    monkeypatch.setattr("unmask.studies.jobs.run_jobs", lambda jobs, at_once, began, ended: rounds.append(jobs))
+    whole = reproduction(study, tmp_path / "runs", jobs=9)
+    monkeypatch.setattr(whole, "_best_others", lambda: ["entropy"])
+    whole.run()
+    names = [[job.name for job in jobs] for jobs in rounds]
+    assert sorted(name for found in names for name in found) == sorted(stage.name for stage in whole.stages())
+    assert names[1] == ["test/denoiser", "test/joint", "test/continued"], "what needs the best of the others"
+    after = {job.name: job.after - {""} for jobs in rounds for job in jobs}
+    assert after["frozen-seed1"] == {"denoiser"}
+    assert after["shared-seed0"] == {"frozen-seed0", "continued"}
+    assert after["test/frozen-seed0"] == {"frozen-seed0", "new-numbers-dev/frozen-seed0"}
+    orders = {f"new-numbers-dev/frozen-seed{seed}" for seed in (0, 1)}
+    assert after["new-numbers-dev/denoiser"] == {"denoiser", "frozen-seed0", "frozen-seed1", *orders}
+    assert "new-numbers-dev/denoiser" in after["new-numbers-dev/denoiser/others"]
+
+
+def test_a_changed_model_is_evaluated_anew(study, tmp_path):
+    out, ran = tmp_path / "runs", []
+    reproduction(study, out).run(["denoiser", "new-numbers-dev"])
+    config = out / "denoiser" / "config.json"
+    files.write_listed(config.parent, config.name, config.read_text() + "\n")
+    reproduction(study, out, ran).run(["denoiser", "new-numbers-dev"])
+    assert [arguments[0] for arguments in ran] == ["evaluate"]
+
+
+def test_a_run_of_another_recipe_is_not_taken(study, tmp_path):
+    out = tmp_path / "runs"
+    reproduction(study, out).run(["denoiser"])
+    recipe = (out / "denoiser" / "recipe.json").read_text()
+    files.write_listed(out / "denoiser", "recipe.json", recipe.replace('"updates": 2', '"updates": 3'))
+    with pytest.raises(ValueError, match=r"another denoise\.updates: move it away, or give another --out"):
+        reproduction(study, out).run(["denoiser"])
+    files.write_listed(out / "denoiser", "recipe.json", recipe.replace('"budgets": [', '"budgets": [7,'))
+    ran = []
+    reproduction(study, out, ran).run(["denoiser"])
+    assert ran == [], "what it says of its evaluation does not change the model"
+
+
+def test_on_the_command_line(study, tmp_path, call, refused):  # noqa: F811
+    words = ["reproduce", study / "study.toml", "--out", tmp_path / "runs", "--cpu"]
+    sets = [word for option in options(study) for word in ("--set", option)]
+    code, text, _ = call(*words, *sets, "--dry-run")
+    assert code == 0
+    assert not (tmp_path / "runs").exists()
+    commands = [shlex.split(line) for line in text.splitlines()]
+    assert len(commands) == 22
+    assert all(command[0] == "unmask" for command in commands)
+    assert [command for command in commands if BEST_OTHER in command] == commands[19:], "on test, all but the orders"
+    for stage, jobs in (("frozen-seed1", 1), ("frozen", 2)):
+        needs = refused(*words, *sets, "--stage", stage, "--jobs", jobs)
+        assert f"needs {tmp_path / 'runs' / 'denoiser'}: add --stage denoiser" in needs
+    code, text, err = call(*commands[0][1:])
+    assert code == 0, err
+    code, text, err = call(*words, *sets, "--stage", "denoiser")
+    assert code == 0, err
+    assert "[1/1] denoiser: done before" in text
+    _, text, _ = call(*words, *sets, "--dry-run", "--set", "frozen:order.tau=0.2", "--set", "frozen-seed1:order.clip=2")
+    lines = text.splitlines()
+    assert [("order.tau=0.2" in line, "order.clip=2" in line) for line in lines[:4]] == [
+        (False, False),
+        (True, False),
+        (True, True),
+        (False, False),
+    ]
+    assert "--set: no run 'frozne'; did you mean 'frozen'?" in refused(*words, "--set", "frozne:order.tau=0.2")
+    assert "no stage 'frozne'; did you mean 'frozen'?" in refused(*words, *sets, "--stage", "frozne")
+    assert "test/denoiser needs the best of entropy, left-to-right: run stage new-numbers-dev first" in refused(
+        *words, *sets, "--stage", "test"
+    )
+    assert "no study 'gsm8k-30'; did you mean 'gsm8k-30m'?" in refused("reproduce", "gsm8k-30", "--out", tmp_path / "x")
+
+
+WRONG = {
+    "twice": ('name = "joint"', 'name = "frozen"', "two stages are called 'frozen'"),
+    **{
+        f"called {name}": ('name = "joint"', f'name = "{name}"', f"a run cannot be called '{name}'")
+        for name in ("../joint", "..", "a/b", "results")
+    },
+    "no such baseline": (
+        'baseline = "con',
+        'baseline = "dis',
+        "shared has the baseline 'distinued', which is no run bef",
+    ),
+    "seeds of its own": (
+        '"order.from_init=true"]\nseeds = [0, 1]',
+        '"order.from_init=true"]\nseeds = [1, 2]',
+        "shared starts from 'frozen', which has seeds of its own",
+    ),
+    "no such start": ('start = "denoiser"', 'start = "denoisr"', "starts from 'denoisr', which is no run before it"),
+    "unknown key": ("others =", "other =", "unknown key 'other'; did you mean 'others'?"),
+    "no learned rule": (
+        'learned_tried = ["learned(d',
+        'learned_tried = ["margin", "l(',
+        "'margin' is no learned order",
+    ),
+    "not TOML": ("[[train]]", "[[train", "is not valid TOML"),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "expected"), WRONG.values(), ids=WRONG.keys())
+def test_a_study_that_makes_no_sense(tmp_path, refused, old, new, expected):  # noqa: F811
+    path = tmp_path / "study.toml"
+    path.write_text(STUDY.replace(old, new, 1))
+    assert expected in refused("reproduce", path, "--out", tmp_path / "runs")
+
+
+def test_orders_that_would_be_taken_for_seeds_of_one_are_refused(study, tmp_path, call, refused):  # noqa: F811
+    """Their records say the model, the budget, whether the denoiser learned along, and the seed."""
+    words = ["reproduce", tmp_path / "study.toml", "--out", tmp_path / "runs", "--dry-run"]
+    for name in ("denoiser", "order"):
+        (tmp_path / f"{name}.toml").write_text((study / f"{name}.toml").read_text())
+    (tmp_path / "study.toml").write_text(STUDY)
+    assert "frozen-seed0 and frozen-seed1 have the same budget and the same seed" in refused(*words, "--set", "seed=3")
+    (tmp_path / "study.toml").write_text(STUDY.replace("order.denoiser_rate=1e-4", "order.tau=0.2", 1))
+    assert "frozen-seed0 and joint have the same budget and the same seed: set another model.label" in refused(*words)
+    assert call(*words, "--set", "joint:model.label=warm")[0] == 0
+
+
+def test_a_baseline_that_does_not_fit_its_orders_is_refused_at_once(study, refused):  # noqa: F811
+    words = ["reproduce", study / "study.toml", "--out", study / "nowhere", "--dry-run", "--set"]
+    said = refused(*words, "shared-seed1:order.updates=9")
+    assert "continued has denoise.updates = 2, but as the baseline of shared-seed1 it must have 9" in said
+    assert "continued is for denoiser_rate > 0" in refused(*words, "shared:order.denoiser_rate=0.0")
+    path = study / "started.toml"
+    path.write_text(
+        STUDY.replace(
+            'name = "continued"\nrecipe = "denoiser.toml"\nstart = "denoiser"',
+            'name = "continued"\nrecipe = "denoiser.toml"',
+        )
+    )
+    words[1] = path
+    assert "shared-seed0 and its baseline continued must start from the same denoiser" in refused(*words[:-1])
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "recipes" / "studies").glob("*.toml")), ids=str)
+def test_the_studies_that_come_with_unmask(path):
+    """Every recipe of theirs can be read, every order has a denoiser to start from, and every rule exists."""
+    whole = Reproduction(*load_study(path.stem), Path("runs"), ["task.folder=data"])
+    assert all("task.folder=data" in stage.command for stage in whole.stages() if not stage.runs)
+    for name, overrides in whole.recipes.values():
+        recipe = load_recipe(name, overrides)
+        assert json.loads(recipe.to_json())["task"]["folder"] == "data"
+        assert recipe.model.label
+        assert recipe.evaluate.temperature == 0
