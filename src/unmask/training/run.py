@@ -20,6 +20,7 @@ from accelerate.utils import (
 )
 from tokenizers import Tokenizer
 
+from unmask.errors import UserError
 from unmask.models.backbone import SIZES, BackboneConfig
 from unmask.models.importers.causal import adapt_causal
 from unmask.models.importers.pretrained import load_causal, load_tokenizer
