@@ -13,8 +13,8 @@ import torch
 from accelerate.state import AcceleratorState
 
 import unmask
+from tests.report.test_report import LEARNED, heuristic
 from tests.test_display import HIDDEN
-from tests.test_report import LEARNED, heuristic
 from tests.training.small import TINY_RECIPE, contents, json_lines
 from unmask import cli, files
 from unmask import recipe as recipe_module

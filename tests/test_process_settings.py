@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from tests.test_evaluation import run, small_model
+from tests.evaluation.test_evaluate import run, small_model
 from tests.training.small import TINY_RECIPE
 from unmask.decoding.policies import TopProbability
 from unmask.evaluation.evaluate import HalfTrunk

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.test_report import LEARNED
+from tests.report.test_report import LEARNED
 from unmask.evaluation import compare as comparison
 from unmask.evaluation.compare import (
     RESAMPLES,

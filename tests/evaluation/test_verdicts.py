@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.test_evaluation import SAMPLED, TASK, always, exact_conditionals, learned_model
+from tests.evaluation.test_evaluate import SAMPLED, TASK, always, exact_conditionals, learned_model
 from tests.training.small import json_lines
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import IID, Learned, TopProbability

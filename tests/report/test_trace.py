@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.studies.test_study import DENOISER
 from tests.tasks.test_gsm8k import TEST, many, write_jsonl
 from tests.test_cli import call, refused  # noqa: F401
 from tests.test_display import HIDDEN
-from tests.test_reproduction import DENOISER
 from unmask.cli import _console, _print_legend
 from unmask.decoding.policies import LeftToRight, TopProbability
 from unmask.decoding.tokens import TokenChoice

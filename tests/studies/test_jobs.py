@@ -95,14 +95,14 @@ def test_one_that_dies_without_a_word(tmp_path):
 
 
 @pytest.mark.parametrize(("sent", "raised"), [(signal.SIGTERM, Stopped), (signal.SIGINT, KeyboardInterrupt)])
-def test_a_signal_is_passed_on_and_all_are_waited_for(tmp_path, monkeypatch, to_device, raised):
+def test_a_signal_is_passed_on_and_all_are_waited_for(tmp_path, monkeypatch, sent, raised):
     seen, names = Seen(), [job(tmp_path, name, SAVES) for name in "abc"]
     said = jobs._said
 
     def interrupting(running, waiting):
         """Between two looks at what is running, once both are ready."""
         if all("\nready" in one.job.log.read_text() for one in running):
-            os.kill(os.getpid(), to_device)
+            os.kill(os.getpid(), sent)
         return said(running, waiting)
 
     monkeypatch.setattr(jobs, "_said", interrupting)

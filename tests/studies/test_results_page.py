@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.report.test_report import LEARNED
 from tests.test_cli import call, refused  # noqa: F401
-from tests.test_report import LEARNED
 from unmask.evaluation.compare import Gain
 from unmask.jsonl import append_jsonl
 from unmask.studies.results_page import (
