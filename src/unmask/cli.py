@@ -842,7 +842,9 @@ def _write_report(runs: list[Path], page: Path, trust_task: bool = False, pictur
     from unmask.evaluation.compare import compare, results
     from unmask.evaluation.verdicts import VerdictFile
     from unmask.files import refuse_link
-    from unmask.report.tables import Section, order_picture, pictured, read_bound, read_orders, read_records, write_html
+    from unmask.report.html import Section, write_html
+    from unmask.report.plots import order_picture, pictured
+    from unmask.report.tables import read_bound, read_orders, read_records
     from unmask.training.run import load_task
 
     names = [run.resolve().name for run in runs]

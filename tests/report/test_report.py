@@ -15,35 +15,35 @@ from tests.test_display import HIDDEN
 from unmask.evaluation.compare import Comparison, Result, compare
 from unmask.evaluation.evaluate import BoundReport, Order, Record
 from unmask.jsonl import ResultsError, append_jsonl
-from unmask.report.tables import (
-    AREA_HEADINGS,
+from unmask.report.html import Section, together, write_html
+from unmask.report.plots import (
     COLOURS,
-    HEADINGS,
     LEARNED_COLOURS,
     Line,
-    Section,
+    colours_of,
+    order_picture,
+    pictured,
+    plot,
+    score_plot,
+    shared_plot,
+)
+from unmask.report.tables import (
+    AREA_HEADINGS,
+    HEADINGS,
     area_rows,
     bound_table,
     by_learned,
-    colours_of,
     columns,
     comparison_columns,
     comparison_headings,
     comparison_table,
     notes,
-    order_picture,
     ordered,
-    pictured,
-    plot,
     read_bound,
     read_orders,
     read_records,
     rows_of,
-    score_plot,
-    shared_plot,
     table,
-    together,
-    write_html,
 )
 
 LEARNED = Record(

@@ -17,7 +17,8 @@ from unmask.display import visible
 from unmask.evaluation.compare import PLAIN_RULES, SAME, Gain
 from unmask.evaluation.evaluate import Record
 from unmask.jsonl import ResultsError, read_jsonl
-from unmask.report.tables import LEARNED_COLOURS, LINES, colours_of, read_records, svg, told_apart
+from unmask.report.plots import LEARNED_COLOURS, LINES, colours_of, svg
+from unmask.report.tables import read_records, told_apart
 from unmask.studies.study import Done, read_done
 
 if TYPE_CHECKING:

@@ -1,0 +1,135 @@
+"""Records -> one self-contained HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from unmask.display import in_html
+from unmask.evaluation.compare import Comparison
+from unmask.evaluation.evaluate import BoundReport, Order, Record
+from unmask.files import write_text
+from unmask.jsonl import ResultsError
+from unmask.report.plots import order_picture, pictured, score_plot, shared_plot, svg
+from unmask.report.tables import (
+    AREA_HEADINGS,
+    AREA_LEGEND,
+    BOUND_HEADINGS,
+    COMPARISON_LEGEND,
+    area_rows,
+    bound_rows,
+    by_learned,
+    comparison_columns,
+    comparison_headings,
+    comparison_title,
+    legend,
+    not_comparable,
+    notes,
+    ordered,
+    rows_of,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Section(NamedTuple):
+    """The part of a page that tells of one run."""
+
+    title: str
+    caption: str
+    records: list[Record]
+    orders: list[Order]
+    bound: BoundReport | None = None
+    comparisons: Sequence[Comparison] = ()
+    run: str = ""  # the run's name
+    task: str = ""  # what tells its task apart from others of the same name
+
+
+def write_html(path: Path, sections: Sequence[Section]) -> None:
+    """One self-contained page.  A file that is not such a page is never overwritten."""
+    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(
+        _PAGE[: _PAGE.index("<style>")]
+    ):
+        raise ResultsError(f"{path} exists and is no report of unmask: give another --out")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    body = "".join([*map(_shared, together(sections)), *map(_section, sections)])
+    write_text(path, _PAGE.replace("{body}", body))
+
+
+def together(sections: Sequence[Section]) -> list[list[Section]]:
+    """The runs that share a task with another, by task."""
+    found: dict[str, list[Section]] = {}
+    for section in sections:
+        if section.task:
+            found.setdefault(section.task, []).append(section)
+    return [group for group in found.values() if len(group) > 1]
+
+
+def _shared(sections: Sequence[Section]) -> str:
+    plot = _picture(
+        shared_plot([(section.run, ordered(section.records)) for section in sections]),
+        "Score against steps in all of these runs, with 95% intervals; which denoiser each rule ran on is said below.",
+    )
+    title = f"{sections[0].records[0].task}: {', '.join(section.run for section in sections)}"
+    return f"<section><h2>{in_html(title)}</h2>{plot}</section>"
+
+
+def _section(section: Section) -> str:
+    records = ordered(section.records)
+    pictures = _picture(score_plot(records), "Score against steps, with 95% intervals.")
+    if chosen := pictured(section.orders):
+        pictures += _picture(
+            order_picture(chosen),
+            "Which position is revealed when: a row is a sequence, a column a position, positions that belong together "
+            "side by side.",
+        )
+    marked = [record.trained_budget is not None for record in records]
+    headings, rows = rows_of(records)
+    tables = _html_table(headings, rows, marked)
+    tables += _legend(" ".join([*notes(records), legend(headings)]))
+    for comparisons in by_learned(section.comparisons):
+        tables += f"<h3>{in_html(comparison_title(comparisons[0], records))}</h3>"
+        rows = [comparison_columns(comparison) for comparison in comparisons]
+        tables += _html_table(comparison_headings(comparisons[0]), rows)
+        tables += _legend(f"{not_comparable(comparisons)} {COMPARISON_LEGEND}".strip())
+    if rows := area_rows(records):
+        tables += _html_table(AREA_HEADINGS, rows) + _legend(AREA_LEGEND)
+    if section.bound is not None:
+        bounds = [list(row) for row in bound_rows(section.bound)]
+        tables += _html_table(BOUND_HEADINGS, bounds, [row is bounds[0] for row in bounds])
+    title, caption = in_html(section.title), in_html(section.caption)
+    return f"<section><h2>{title}</h2><p>{caption}</p>{pictures}{tables}</section>"
+
+
+def _legend(text: str) -> str:
+    return f"<p class=legend>{in_html(text)}</p>"
+
+
+def _picture(figure: Figure, caption: str) -> str:
+    return f"<figure>{svg(figure)}<figcaption>{in_html(caption)}</figcaption></figure>"
+
+
+def _html_table(headings: list[str], rows: list[list[str]], learned: Sequence[bool] = ()) -> str:
+    heads = "".join(f"<th>{in_html(heading)}</th>" for heading in headings)
+    body = ""
+    for row, marked in zip(rows, learned or [False] * len(rows), strict=True):
+        cells = "".join(f"<td>{in_html(cell)}</td>" for cell in row)
+        body += f"<tr{' class=learned' if marked else ''}>{cells}</tr>"
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>unmask report</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1.15rem; margin-top: 2.5rem } h3 { font-size: 1rem; margin: 1.5rem 0 0 }
+figure { margin: 1rem 0 } figure svg { max-width: 100%; height: auto } figcaption { color: #6b7280; font-size: .85rem }
+table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; font-size: .9rem }
+th, td { text-align: right; padding: .25rem .7rem; border-bottom: 1px solid #e5e7eb }
+th:first-child, td:first-child { text-align: left } .legend { color: #6b7280; font-size: .85rem }
+.learned td { font-weight: 600; color: #c2410c }
+</style></head><body><h1>unmask report</h1>{body}</body></html>
+"""
