@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from unmask.tasks.text.shards import TokenCache, Visits, write_cache
+from unmask.tasks.text.shards import Visits, read_cache, write_cache
 
 BAR = 2e6  # tokens a second
 FLAT = 64.0  # MB that memory may differ by
@@ -49,7 +49,9 @@ def measure(folder: Path, rows: int, mean: int, batch: int, bucket: int, seconds
     started = time.perf_counter()
     write_cache(folder, sequences(rows, mean), 4096, {})
     written = time.perf_counter() - started
-    cache = TokenCache(folder)
+    cached = read_cache(folder)
+    assert cached is not None
+    cache = cached[0]
     visits = Visits(rows, 65536, 0, cache.lengths, bucket)
     tokens = places = update = 0
     most = memory()
@@ -57,9 +59,9 @@ def measure(folder: Path, rows: int, mean: int, batch: int, bucket: int, seconds
     while (spent := time.perf_counter() - started) < seconds:
         positions = update * batch + np.arange(batch)
         chosen = visits.at(positions)[1]
-        length = int(cache.lengths(chosen).max())
-        padded, real = (torch.from_numpy(part) for part in cache.padded(chosen, length))
-        tokens, places, update = tokens + int(real.sum()), places + padded.numel(), update + 1
+        lengths = cache.lengths(chosen)
+        padded = torch.from_numpy(cache.first(chosen, int(lengths.max()), 0))
+        tokens, places, update = tokens + int(lengths.sum()), places + padded.numel(), update + 1
         if update % 50 == 0:
             most = max(most, memory())
     return {

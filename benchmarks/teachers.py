@@ -27,7 +27,7 @@ from torch import Tensor
 from unmask.decoding.policies import Policy, Threshold
 from unmask.evaluation.evaluate import device_name, revision
 from unmask.models.networks import Denoiser
-from unmask.tasks.task import Examples, held_out_split, on_split
+from unmask.tasks.task import Examples
 from unmask.training.reading import read_denoiser, with_layout
 from unmask.training.run import load_run
 from unmask.training.teacher import parse_teacher, reveal_steps
@@ -86,13 +86,13 @@ def main() -> None:
     try:
         teachers = [parse_teacher(rule) for rule in options.rule]
         model, _, recipe, task = load_run(options.run)
-        task = on_split(task, options.split) if options.split else task
+        task = task.on_split(options.split) if options.split else task
     except ValueError as error:
         parser.error(str(error))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     denoiser = model.eval().to(device).denoiser
     examples = task.examples(torch.arange(options.examples), "test").to(device)
-    about = {"task": task.name, "split": held_out_split(task), "model": recipe.model.label}
+    about = {"task": task.name, "split": task.held_out, "model": recipe.model.label}
     about |= {"num_examples": options.examples, "device": device_name(device), "revision": revision()}
     for teacher in teachers:
         for row in measure(denoiser, examples, teacher, options.budget):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from unmask.models.order_model import OrderModel
     from unmask.recipe import load_recipe
     from unmask.tasks import make_task
+    from unmask.tasks.task import Task
     from unmask.training.run import train
 
     __version__: str
@@ -35,6 +36,7 @@ _HOMES = {
     "TokenChoice": "unmask.decoding.tokens",
     "generate": "unmask.decoding.generate",
     "Generation": "unmask.decoding.generate",
+    "Task": "unmask.tasks.task",
     "make_task": "unmask.tasks",
     "load_recipe": "unmask.recipe",
     "train": "unmask.training.run",
@@ -44,6 +46,7 @@ __all__ = [
     "Engine",
     "Generation",
     "OrderModel",
+    "Task",
     "TokenChoice",
     "adapt_causal",
     "cut_tokenizer",

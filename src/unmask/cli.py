@@ -458,13 +458,13 @@ def sample(
     wanted = _right_or_wrong(find, len(rules))
     choice = TokenOptions(temperature, top_p, top_k).choice(task, recipe.evaluate.temperature)
     budget = steps or (model.selector.budgets[0] if model.selector is not None else 4)
-    limit = getattr(task, "test_examples", None)
+    limit = task.test_examples
     if limit is not None and (beyond := [i for i in example or [] if i >= limit]):
         raise UserError(f"task {task.name} has the examples 0 to {limit - 1}: no --example {beyond[0]}")
     many = limit or max(SEARCHED, num)
     candidates = example or range(many if wanted else min(num, many))
     console, found = _console(), list[Any]()
-    has_end = hasattr(task, "text")  # which is shown by a mark then
+    has_end = task.text_tokenizer is not None  # which is shown by a mark then
     if not wanted:
         _print_legend(console, budget, has_end)
     with progress("looking", len(candidates), transient=True) if wanted else nullcontext() as advance:
@@ -590,13 +590,12 @@ class TokenOptions(NamedTuple):
         """The same for generation; `temperature` where no other is given."""
         from unmask.decoding.tokens import TokenChoice
 
-        eos_token_id = getattr(task, "eos_token_id", None)
-        if eos_token_id is None and (self.min_length or self.stop_at_eos):
+        if task.eos_token_id is None and (self.min_length or self.stop_at_eos):
             raise UserError(
                 f"task {task.name} has no end of sequence (eos_token_id): leave out --min-length and --stop-at-eos"
             )
         given = self if self.temperature is not None else self._replace(temperature=temperature)
-        return TokenChoice(**given._asdict(), eos_token_id=eos_token_id)
+        return TokenChoice(**given._asdict(), eos_token_id=task.eos_token_id)
 
 
 def _evaluate_run(
@@ -631,7 +630,6 @@ def _evaluate_run(
     from unmask.progress import progress
     from unmask.report.tables import read_orders, read_records, table
     from unmask.runtime import Processes, precision_on
-    from unmask.tasks.task import held_out_split
 
     processes = Processes(cpu)
     model, plain, task, recipe = _load(run, processes, split, trust_task)
@@ -664,7 +662,7 @@ def _evaluate_run(
     way: dict[str, Any] = {
         **{name: getattr(choice, name) for name in ("temperature", "top_p", "top_k", "guidance", "eos_policy")},
         "task": task.name,
-        "split": held_out_split(task),
+        "split": task.held_out,
         "num_examples": number,
         "seed": sampling,
         "precision": precision,
@@ -715,7 +713,7 @@ def _evaluate_run(
     records = [result.record for result in compared]
     if not processes.is_main:
         return records
-    on = f", {held_out_split(task)}" if hasattr(task, "held_out_splits") else ""
+    on = f", {task.held_out}" if len(task.held_out_splits) > 1 else ""
     _console().print(table(records, _title(run, task) + on, _caption(recipe, records)))
     _print_comparisons(compared)
     return records
@@ -935,12 +933,11 @@ def _load(
     """The model of a run, the one whose denoiser the heuristics run on, the task and the recipe, ready to use."""
     import torch
 
-    from unmask.tasks.task import on_split
     from unmask.training.run import load_run
 
     model, plain, recipe, task = load_run(run, trust_task)
     if split is not None:
-        task = on_split(task, split)
+        task = task.on_split(split)
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     return model.to(processes.device), plain.to(processes.device), task, recipe

@@ -39,7 +39,6 @@ from unmask.models.order_model import weights_hash
 from unmask.tasks.puzzles.chain import Chain
 from unmask.tasks.puzzles.groups import Groups
 from unmask.tasks.puzzles.latin_square import LatinSquare
-from unmask.tasks.task import on_split
 from unmask.variational.enumeration import TinyModel, exact_bound
 
 TASK = Groups(groups=2, group_size=2, symbols=3)
@@ -188,11 +187,8 @@ class TwoWays(Groups):
     held_out: str = "near"
     held_out_splits = ("near", "far")
 
-    def valid_flexible(self, tokens, examples):
-        return torch.arange(len(tokens)) % 2 == 0
-
-    def overlong(self, ids):
-        return ids % 10 == 0
+    def metrics(self, tokens, examples):
+        return {"flexible": torch.arange(len(tokens)) % 2 == 0, "overlong": torch.arange(len(tokens)) % 10 == 0}
 
 
 def test_what_a_task_may_say_of_its_held_out_examples(tmp_path, monkeypatch):
@@ -203,17 +199,17 @@ def test_what_a_task_may_say_of_its_held_out_examples(tmp_path, monkeypatch):
     record = run(always(VALID), Margin(), 2, task=task, stream=stream)[0]
     assert (record.split, record.score_flexible, record.overlong) == ("near", 0.5, 6)
     assert run(always(VALID), Margin(), 2, task=task, stream=VerdictFile(stream.path))[0] == record
-    far = on_split(task, "far")
+    far = task.on_split("far")
     record = run(always(VALID), Margin(), 2, task=far, stream=stream)[0]
     assert record.split == "far"
     assert len(json_lines(stream.path)) == 6, "another evaluation"
     plain = run(always(VALID), Margin(), 2)[0]
     assert (plain.split, plain.score_flexible, plain.overlong) == ("test", None, None)
-    assert on_split(task, "near") is task
+    assert task.on_split("near") is task
     with pytest.raises(ValueError, match=r"no held-out split 'fra'; did you mean 'far'\? choose from near, far"):
-        on_split(task, "fra")
+        task.on_split("fra")
     with pytest.raises(ValueError, match="task groups has no held-out split 'near'; choose from test"):
-        on_split(TASK, "near")
+        TASK.on_split("near")
 
 
 VALID = TASK.examples(torch.tensor([0]), "test").tokens[0].tolist()

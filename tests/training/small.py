@@ -12,7 +12,7 @@ from unmask.jsonl import unsealed
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
-from unmask.tasks.task import Examples
+from unmask.tasks.task import Examples, Task
 
 # Two groups of two positions and three symbols: the smallest puzzle that wants an order.
 TINY_RECIPE = """
@@ -113,23 +113,17 @@ def single(examples: Examples, row: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class FixedTask:
+class FixedTask(Task):
     """A task whose example i is row i modulo B of given examples."""
 
     rows: Examples
     entropy: float | None = None
     name: str = "fixed"
     vocabulary: tuple[str, ...] = ("w0", "w1", "w2")
-    unconditional: bool = False
-    min_steps: int | None = None
 
     @property
     def length(self) -> int:
         return self.rows.tokens.shape[1]
-
-    @property
-    def layout(self) -> tuple[tuple[int, ...], ...]:
-        return (tuple(range(self.length)),)
 
     def examples(self, ids: Tensor, split: str) -> Examples:
         row = ids % len(self.rows)
@@ -137,9 +131,6 @@ class FixedTask:
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
         return (tokens == examples.tokens).all(-1)
-
-    def log_likelihood(self, tokens: Tensor, examples: Examples) -> None:
-        return None
 
 
 def weights(module: torch.nn.Module) -> dict[str, Tensor]:

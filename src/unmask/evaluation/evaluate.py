@@ -26,7 +26,7 @@ from unmask.models.order_model import OrderModel, weights_hash
 from unmask.rng import Purpose, uniforms
 from unmask.runtime import Processes, process_settings
 from unmask.tasks.diversity import distinct_range, sequence_codes
-from unmask.tasks.task import Examples, Task, held_out_split
+from unmask.tasks.task import Examples, Task
 from unmask.training.objectives import OrderObjective
 from unmask.training.reading import read_denoiser, with_layout
 from unmask.variational.estimators import NoBaseline
@@ -179,12 +179,11 @@ def evaluate(
 
 
 def _check_examples(task: Task, examples: int) -> None:
-    """Raise ValueError where a task has fewer; one without `test_examples` has as many as are asked for."""
-    limit = getattr(task, "test_examples", None)
-    if limit is not None and examples > limit:
+    """Raise UserError where a task has fewer."""
+    if task.test_examples is not None and examples > task.test_examples:
         raise UserError(
-            f"task {task.name} has {limit} {held_out_split(task)} examples: ask for at most as many (--examples), "
-            f"not for {examples}"
+            f"task {task.name} has {task.test_examples} {task.held_out} examples: ask for at most as many "
+            f"(--examples), not for {examples}"
         )
 
 
@@ -206,7 +205,7 @@ def _asked(
     learned = selector is not None
     return EvaluationSpec(
         task=task.name,
-        split=held_out_split(task),
+        split=task.held_out,
         model=label,
         policy=policy.name,
         trained_budget=budget if learned else None,
@@ -258,7 +257,7 @@ def _evaluate_chunk(
     )
     tokens = out.tokens.cpu()
     valid = task.valid(tokens, truth)
-    flexible = task.valid_flexible(tokens, truth) if hasattr(task, "valid_flexible") else None
+    flexible = task.metrics(tokens, truth).get("flexible")
     return Chunk(
         spec=spec,
         first=int(ids[0]),
@@ -313,8 +312,14 @@ def _record(spec: EvaluationSpec, chunks: list[Chunk], task: Task, remasks: bool
         mean_passes=round(sum(chunk.num_passes for chunk in chunks) / examples, 4),
         mean_revisions=round(revisions / sum(chunk.num_positions for chunk in chunks), 6) if remasks else None,
         score_flexible=_flexible(chunks),
-        overlong=int(task.overlong(torch.arange(examples)).sum()) if hasattr(task, "overlong") else None,
+        overlong=_overlong(task, examples),
     )
+
+
+def _overlong(task: Task, examples: int) -> int | None:
+    truth = task.examples(torch.arange(examples), "test")
+    marks = task.metrics(truth.tokens, truth).get("overlong")
+    return None if marks is None else int(marks.sum())
 
 
 def _flexible(chunks: list[Chunk]) -> float | None:

@@ -75,9 +75,9 @@ def write(
         attention_mask=truth.attention_mask,
         **vars(choice),
     )
-    text = getattr(task, "text", None)  # with it the question is shown as one, and the tokens are those of the response
+    is_text = task.text_tokenizer is not None  # the question is shown as one, and the tokens are those of the response
     here = out.attention_mask[0]
-    shown = truth.response[0] if text else here
+    shown = truth.response[0] if is_text else here
     canvases = [seen[: here.sum()] for seen in watched.passes] + [out.tokens[0][here]]  # without padding
     frames, when = [], torch.full_like(canvases[0], PROMPT)
     for i, (before, after) in enumerate(pairwise(canvases)):
@@ -88,8 +88,8 @@ def write(
         example,
         rule.name,
         budget,
-        visible(text(truth.tokens[0][prompt].tolist())) if text else "",
-        visible(text(truth.tokens[0][truth.response[0]].tolist())) if text else "",
+        visible(task.text(truth.tokens[0][prompt].tolist())) if is_text else "",
+        visible(task.text(truth.tokens[0][truth.response[0]].tolist())) if is_text else "",
         frames,
         spans(task, out.tokens[0][shown].tolist(), out.reveal_step[0][shown].tolist()),
         int(out.num_steps),
@@ -98,20 +98,18 @@ def write(
 
 
 def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
-    """Tokens as they read.  With words of its own (the optional `text`), a task has them side by side, and the ends of
-    sequence that fill a response up are one mark with their number."""
-    text, end = getattr(task, "text", None), getattr(task, "eos_token_id", None)
+    """Tokens as they read.  Those of a text follow one another without spaces, and the EOS tokens that fill a response
+    are one mark with their number."""
+    is_text = task.text_tokenizer is not None
     found = []
     for token, step in zip(tokens, when, strict=True):
         if token >= len(task.vocabulary):
             found.append(Span(MASK, None))
-        elif text is None:
-            found.append(Span(_sign(task.vocabulary[token]), step))
-        elif token == end:
+        elif is_text and token == task.eos_token_id:
             found.append(Span(END, step, is_end=True))
         else:
-            found.append(Span(_sign(text([token])), step))
-    if text is None:
+            found.append(Span(_sign(task.text([token])), step))
+    if not is_text:
         return [span for item in found for span in (item, Span(" ", PROMPT))][:-1]
     *groups, last = [list(group) for _, group in groupby(found, lambda span: span.is_end)]
     if last[0].is_end and len(last) > 3:

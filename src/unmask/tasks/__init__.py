@@ -27,7 +27,7 @@ TASKS = {
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is "module:Class", a task of the user's own: making it imports the module, which runs its code."""
+    """Whether a name is "module:Class", a user's own task: making it imports the module, which runs its code."""
     return name not in TASKS and ":" in name
 
 
@@ -42,7 +42,7 @@ def source_of(name: str) -> str:
 
 
 def task_class(name: str) -> type[Any]:
-    """The class of a task: a dataclass whose fields are the task's options, each with a default.
+    """The class of a task: a subclass of Task and a dataclass whose fields are its options, each with a default.
 
     `name` is one of TASKS, or "module:Class" for a task of your own that Python can import.
     """
@@ -59,8 +59,14 @@ def task_class(name: str) -> type[Any]:
     except (ImportError, AttributeError, SyntaxError, ValueError) as error:
         where = "installed packages and the current folder were searched"
         raise UserError(f"task {name!r} cannot be imported: {error} ({where})") from None
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
-        raise UserError(f"task {name!r} must be a dataclass whose fields are its options")
+    from unmask.tasks.task import Task
+
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise UserError(f"task {name!r} is no task: make it a subclass of unmask.tasks.task.Task")
+    if missing := sorted(found.__abstractmethods__):
+        raise UserError(f"task {name!r} has no {', '.join(missing)}: unmask.tasks.task.Task says what these are")
+    if not dataclasses.is_dataclass(found):
+        raise UserError(f"task {name!r} must be a frozen dataclass whose fields are its options")
     return found
 
 
@@ -72,7 +78,7 @@ def _module_and_class(name: str) -> tuple[str, str]:
 
 
 def make_task(name: str, **options: int | bool | str) -> Task:
-    """The task of this name; a wrong name, option or value is a ValueError whose message is one line."""
+    """The task of this name; UserError for a wrong name, option or value."""
     cls = task_class(name)
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     for option, value in options.items():
@@ -87,8 +93,8 @@ def make_task(name: str, **options: int | bool | str) -> Task:
             raise UserError(f"task {name}: option {option} must fit in 64 bits, got {value}")
     try:
         task: Task = cls(**options)
+        return task
     except ValueError as error:
         if isinstance(error, UserError) or not is_own(name):
             raise
-        raise UserError(f"task {name}: {error}") from None  # a task of the user's own need not know of UserError
-    return task
+        raise UserError(f"task {name}: {error}") from None  # a user's own task need not know of UserError

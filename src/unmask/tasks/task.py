@@ -1,18 +1,24 @@
-"""What a task is: examples in, verdict out."""
+"""What a task is: examples in, verdicts out."""
 
 from __future__ import annotations
 
 import dataclasses
-import string
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from unmask.errors import UserError, did_you_mean
-from unmask.rng import Purpose, uniforms
+from unmask.rng import Purpose, integers
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+LONGEST = 65_536  # tokens of a sequence
 
 
 @dataclass(frozen=True)
@@ -66,134 +72,148 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.to(device)
 
 
-class Task(Protocol):
-    """A source of examples with an exact checker.  Example `i` of a split is a pure function of (split, i)."""
+class Task(ABC):
+    """A source of examples with an exact checker.  Example `i` of a split is a pure function of (split, i).
+
+    A task is a subclass of this class and a frozen dataclass, whose fields are the options that a recipe may set, each
+    with a default.  Only `name`, `vocabulary`, `length`, `examples` and `valid` are required.
+    """
 
     @property
-    def name(self) -> str: ...
+    @abstractmethod
+    def name(self) -> str:
+        """What records and messages call the task."""
 
     @property
+    @abstractmethod
     def vocabulary(self) -> tuple[str, ...]:
         """The tokens, in the order of their ids.  The mask token is not among them: its id is len(vocabulary)."""
 
     @property
+    @abstractmethod
     def length(self) -> int:
         """L, the same for every example."""
 
-    @property
-    def unconditional(self) -> bool:
-        """Whether every example has the same prompt (or none), so that distinct samples can be counted."""
+    @abstractmethod
+    def examples(self, ids: Tensor, split: str) -> Examples:
+        """The examples with these ids ([B] int64, any non-negative values) of the split `train` or `test`."""
 
-    @property
-    def min_steps(self) -> int | None:
-        """The fewest parallel steps in which a perfect denoiser can sample the task exactly, where known."""
+    @abstractmethod
+    def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
+        """[B] bool: whether each row of `tokens` [B, L] is a right answer to the prompt of the same row."""
+
+    def metrics(self, tokens: Tensor, examples: Examples) -> dict[str, Tensor]:
+        """Further verdicts on the same tokens, [B] bool each; records hold their means under these names."""
+        return {}
+
+    def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor | None:
+        """[B] exact log p(response | prompt) in nats (-inf where impossible), or None where it is not known."""
+        return None
 
     @property
     def entropy(self) -> float | None:
         """Expected -log p(response | prompt) of an example in nats, where known exactly."""
+        return None
+
+    @property
+    def min_steps(self) -> int | None:
+        """The fewest parallel steps in which a perfect denoiser can sample the task exactly, where known."""
+        return None
+
+    @property
+    def unconditional(self) -> bool:
+        """Whether every example has the same prompt (or none), so that distinct samples can be counted."""
+        return False
 
     @property
     def layout(self) -> tuple[tuple[int, ...], ...]:
         """The positions arranged for pictures: groups of positions that belong together, side by side."""
+        return (tuple(range(self.length)),)
 
-    def examples(self, ids: Tensor, split: str) -> Examples:
-        """The examples with these ids ([B] int64, any non-negative values) of the split `train` or `test`."""
+    @property
+    def test_examples(self) -> int | None:
+        """The number of held-out examples; None: as many as are asked for."""
+        return None
 
-    def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
-        """[B] bool: whether each row of `tokens` [B, L] is a right answer to the prompt of the same row."""
+    @property
+    def held_out(self) -> str:
+        """What the split `test` is.  A task with several held-out splits has an option of this name."""
+        return "test"
 
-    def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor | None:
-        """[B] exact log p(response | prompt) in nats (-inf where impossible), or None where it is not known."""
+    @property
+    def held_out_splits(self) -> tuple[str, ...]:
+        """The values that `held_out` may have."""
+        return ("test",)
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a sequence and fills the rest of a response, where there is one."""
+        return None
 
-def held_out_split(task: Task) -> str:
-    """What the split `test` of a task is: its optional `held_out` says so where it has several, as gsm8k does."""
-    return str(getattr(task, "held_out", "test"))
+    @property
+    def text_tokenizer(self) -> Tokenizer | None:
+        """What turns text into the tokens of the task, where these are text."""
+        return None
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """How tokens read up to the first EOS; without a tokenizer, their names side by side."""
+        ids = list(tokens)
+        if self.eos_token_id in ids:
+            ids = ids[: ids.index(self.eos_token_id)]
+        if self.text_tokenizer is None:
+            return " ".join(self.vocabulary[token] for token in ids)
+        return self.text_tokenizer.decode(ids, skip_special_tokens=False)
 
-def on_split(task: Task, split: str) -> Task:
-    """The same task with another held-out split, one of its optional `held_out_splits`."""
-    choices = getattr(task, "held_out_splits", (held_out_split(task),))
-    if split not in choices:
-        raise UserError(
-            f"task {task.name} has no held-out split {split!r}; {did_you_mean(split, choices)}choose from "
-            f"{', '.join(choices)}"
-        )
-    if split == held_out_split(task):
-        return task
-    return dataclasses.replace(task, held_out=split)  # type: ignore[type-var]
+    def order(self, seed: int, stage: int, positions: Tensor) -> Tensor:
+        """[B]: the ids of the training examples at these positions [B] of a stage; here they are drawn at random."""
+        return integers(seed, Purpose.EXAMPLE, stage, positions)
 
+    def on_split(self, split: str) -> Task:
+        """The same task with another held-out split."""
+        if split not in self.held_out_splits:
+            raise UserError(
+                f"task {self.name} has no held-out split {split!r}; {did_you_mean(split, self.held_out_splits)}choose "
+                f"from {', '.join(self.held_out_splits)}"
+            )
+        return self if split == self.held_out else dataclasses.replace(self, held_out=split)  # type: ignore[type-var]
 
-def check_task(task: Task) -> None:
-    """Raises a ValueError of one line where a task breaks the contract in a way that would fail only later."""
-    name = getattr(task, "name", type(task).__name__)
-    for member in (
-        "name",
-        "vocabulary",
-        "length",
-        "unconditional",
-        "min_steps",
-        "entropy",
-        "layout",
-        "examples",
-        "valid",
-    ):
-        if not hasattr(task, member):
-            raise UserError(f"task {name} has no {member!r}: see unmask.tasks.task.Task for what a task needs")
-    examples = task.examples(torch.arange(2), "train")
-    shape = (2, task.length)
-    for field in ("tokens", "response", "attention_mask"):
-        if tuple(getattr(examples, field).shape) != shape:
-            found = list(getattr(examples, field).shape)
-            raise UserError(f"task {name}: examples of 2 ids have {field} of shape {found}, expected {list(shape)}")
-    low, high = int(examples.tokens.min()), int(examples.tokens.max())
-    if low < 0 or high >= len(task.vocabulary):
-        size = len(task.vocabulary)
-        raise UserError(f"task {name}: tokens run from {low} to {high}, but the vocabulary has the ids 0 to {size - 1}")
-
-
-# What the generated puzzles share.  Their streams are (seed, DATA, word, ...): word 0 is the hidden structure of the
-# puzzle, the others are the splits, so that no example ever shares a draw with the structure or with the other split.
-# Draws are float64: 24 bits would tie in an argsort and bias an integer (u * k).long(); with 53 bits u * k < k holds.
-
-LONGEST = 65_536  # tokens of a sequence
-LETTERS = tuple(string.ascii_lowercase)  # the vocabulary of puzzles whose symbols mean nothing
-
-_STRUCTURE = 0
-_SPLITS = {"train": 1, "test": 2}
+    def check(self) -> None:
+        """Raise UserError where the examples break the contract in a way that would fail only later."""
+        examples = self.examples(torch.arange(2), "train")
+        expected = [2, self.length]
+        for field in ("tokens", "response", "attention_mask"):
+            if (shape := list(getattr(examples, field).shape)) != expected:
+                raise UserError(
+                    f"task {self.name}: examples of 2 ids have {field} of shape {shape}, expected {expected}"
+                )
+        low, high, size = int(examples.tokens.min()), int(examples.tokens.max()), len(self.vocabulary)
+        if low < 0 or high >= size:
+            raise UserError(
+                f"task {self.name}: tokens run from {low} to {high}, but the vocabulary has the ids 0 to {size - 1}"
+            )
 
 
-def structure_uniforms(seed: int, part: int, *shape: int) -> Tensor:
-    """Uniforms of the given shape that fix a hidden part of a puzzle; an argsort makes them random permutations."""
-    count = torch.Size(shape).numel()
-    return uniforms(seed, Purpose.DATA, _STRUCTURE, part, torch.arange(count), dtype=torch.float64).view(shape)
+def check_range(task: Task, option: str, low: int, high: int) -> None:
+    """Raise UserError unless low <= option <= high."""
+    value = getattr(task, option)
+    if not low <= value <= high:
+        raise UserError(f"task {task.name}: set {option} between {low} and {high}, not {value}")
 
 
-def example_uniforms(seed: int, split: str, ids: Tensor, count: int) -> Tensor:
-    """[B, count]: the uniforms of each example, a function of (seed, split, id) alone."""
-    if split not in _SPLITS:
-        raise UserError(f"unknown split {split!r}: use {' or '.join(_SPLITS)}")
-    return uniforms(seed, Purpose.DATA, _SPLITS[split], ids[:, None], torch.arange(count), dtype=torch.float64)
+def check_choice(task: Task, option: str, choices: Sequence[str]) -> None:
+    """Raise UserError unless the option is one of the choices."""
+    value = getattr(task, option)
+    if value not in choices:
+        listed = f"{', '.join(choices[:-1])} or {choices[-1]}"
+        raise UserError(f"task {task.name}: set {option} to {listed}, not {value!r}")
 
 
-def without_prompt(tokens: Tensor) -> Examples:
-    """Examples in which every position is generated."""
-    everywhere = torch.ones_like(tokens, dtype=torch.bool)
-    return Examples(tokens, response=everywhere, attention_mask=everywhere.clone())
+def check_split(split: str) -> None:
+    """Raise UserError unless the split is one that `examples` knows."""
+    if split not in ("train", "test"):
+        raise UserError(f"unknown split {split!r}: use train or test")
 
 
 def prompt_kept(tokens: Tensor, examples: Examples) -> Tensor:
     """[B]: whether every position outside the response is as it was given."""
     return ((tokens == examples.tokens) | examples.response).all(-1)
-
-
-def uniform_log_likelihood(valid: Tensor, log_count: float | Tensor) -> Tensor:
-    """[B]: log p = -log(number of right answers) for a right answer, -inf for a wrong one."""
-    return torch.where(valid, -torch.as_tensor(log_count, dtype=torch.float64), -torch.inf)
-
-
-def check_range(task: Task, option: str, low: int, high: int) -> None:
-    """Raises a ValueError of one line unless low <= option <= high."""
-    value = getattr(task, option)
-    if not low <= value <= high:
-        raise UserError(f"task {task.name}: set {option} between {low} and {high}, not {value}")

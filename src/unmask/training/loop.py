@@ -170,14 +170,8 @@ def run_stage(
 
 
 def batch_ids(seed: int, index: int, update: int, stage: Optimisation, task: Task) -> Tensor:
-    """[B]: the examples of an update, over all processes and micro-batches.
-
-    A task that goes through its data in an `order` of its own is asked for it; of any other, examples are drawn.
-    """
-    positions = update * stage.batch + torch.arange(stage.batch)
-    order = getattr(task, "order", None)
-    ids: Tensor = order(seed, index, positions) if order else draw_names(seed, index, positions)
-    return ids
+    """[B]: the examples of an update, over all processes and micro-batches."""
+    return task.order(seed, index, update * stage.batch + torch.arange(stage.batch))
 
 
 def draw_names(seed: int, index: int, positions: Tensor) -> Tensor:

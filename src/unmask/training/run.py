@@ -18,7 +18,6 @@ from accelerate.utils import (
     broadcast_object_list,
     parse_flag_from_env,
 )
-from tokenizers import Tokenizer
 
 from unmask.errors import UserError
 from unmask.models.backbone import SIZES, BackboneConfig
@@ -48,7 +47,7 @@ from unmask.recipe import (
 )
 from unmask.runtime import precision_on, process_settings
 from unmask.tasks import is_own, make_task, source_of
-from unmask.tasks.task import Task, check_task
+from unmask.tasks.task import Task
 from unmask.training.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, read_checkpoint
 from unmask.training.checkpointer import Checkpointer, Stopped, StopSignal, stop_signal
 from unmask.training.collapse import CollapseGuard
@@ -423,7 +422,7 @@ def _task(recipe: Recipe, trained: bool = False) -> Task:
     try:
         task = make_task(str(recipe.task["name"]), **options)
         if not trained:
-            check_task(task)
+            task.check()
     except UserError as error:
         raise RecipeError(str(error)) from None
     return task
@@ -440,8 +439,8 @@ def _denoiser(recipe: Recipe, task: Task, copies: int) -> OrderModel:
     else:
         config = OrderModelConfig(len(task.vocabulary), _shape(recipe.model, task), recipe.model.tied_head)
         check_memory(config, copies)
-        text_tokenizer = _text_tokenizer(task)
-        tokenizer = with_mask_token(text_tokenizer) if text_tokenizer else word_level_tokenizer(task.vocabulary)
+        whole = task.text_tokenizer
+        tokenizer = with_mask_token(whole) if whole else word_level_tokenizer(task.vocabulary)
         model = OrderModel(config, tokenizer)
     longest = model.config.denoiser.max_length
     if task.length > longest:
@@ -468,7 +467,7 @@ def _from_run(recipe: Recipe, task: Task) -> OrderModel:
 
 def _from_causal(recipe: Recipe, task: Task) -> OrderModel:
     source = recipe.model.causal
-    tokenizer = _text_tokenizer(task)
+    tokenizer = task.text_tokenizer
     if tokenizer is None:
         raise RecipeError(f"model.causal writes text, and task {task.name} has none: leave model.causal out")
     try:
@@ -480,7 +479,7 @@ def _from_causal(recipe: Recipe, task: Task) -> OrderModel:
 
 
 def _from_smdm(recipe: Recipe, task: Task) -> OrderModel:
-    tokenizer, source = _text_tokenizer(task), str(recipe.task.get("tokenizer", ""))
+    tokenizer, source = task.text_tokenizer, str(recipe.task.get("tokenizer", ""))
     if tokenizer is None or not source:
         raise RecipeError(
             f"init = {recipe.init!r} has no tokenizer in it: set task.tokenizer to a folder with the one that it was "
@@ -492,11 +491,6 @@ def _from_smdm(recipe: Recipe, task: Task) -> OrderModel:
         return load_smdm(recipe.init, _shape(recipe.model, task), load_tokenizer(source).tokenizer, tokenizer)
     except UserError as error:
         raise RecipeError(f"init: {error}") from None
-
-
-def _text_tokenizer(task: Task) -> Tokenizer | None:
-    """What turns text into the tokens of a task that has text: its optional `text_tokenizer`."""
-    return getattr(task, "text_tokenizer", None)
 
 
 def _check_vocabulary(model: OrderModel, task: Task, where: str) -> None:

@@ -124,18 +124,18 @@ class Expression:
         return "".join(part for pair in zip(self.between, (*numbers, ""), strict=True) for part in pair)
 
 
-def _divide(left: Exact, right: Exact) -> Exact:
+def divide(left: Exact, right: Exact) -> Exact:
     if isinstance(left, int) and isinstance(right, int) and right and left % right == 0:
         return left // right
     return Fraction(left) / right
 
 
-_UNARY: dict[str, Callable[[Exact], Exact]] = {"~": lambda x: -x, "%": lambda x: _divide(x, 100)}
+_UNARY: dict[str, Callable[[Exact], Exact]] = {"~": lambda x: -x, "%": lambda x: divide(x, 100)}
 _BINARY: dict[str, Callable[[Exact, Exact], Exact]] = {
     "+": lambda x, y: x + y,
     "-": lambda x, y: x - y,
     "*": lambda x, y: x * y,
-    "/": _divide,
+    "/": divide,
     "//": lambda x, y: x // y,
 }
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -25,25 +20,31 @@ from torch import Tensor
 from unmask import files
 from unmask.display import say
 from unmask.errors import UserError
-from unmask.models.importers import pretrained
-from unmask.models.importers import vocabulary as cutting
 from unmask.models.importers.pretrained import find_source, load_tokenizer
 from unmask.models.importers.vocabulary import cut_tokenizer, vocabulary_of
-from unmask.progress import watched
-from unmask.tasks.gsm8k import arithmetic, byte_pairs, held_out, resampling, word_problems
-from unmask.tasks.gsm8k.byte_pairs import EOS, MARKS, SMALLEST, Ragged, decode, train_tokenizer
+from unmask.tasks.cache import Ragged, alone_in, cache_folder, written_whole
+from unmask.tasks.gsm8k.byte_pairs import EOS, MARKS, SMALLEST, encode, train_tokenizer
 from unmask.tasks.gsm8k.held_out import HELD_OUT, SPLITS, leaked, make_splits
 from unmask.tasks.gsm8k.word_problems import FORMS, HUB, SCORINGS, answer_in, file_of, read_problems
-from unmask.tasks.task import LONGEST, Examples, check_range, prompt_kept
+from unmask.tasks.task import LONGEST, Examples, Task, check_choice, check_range, check_split, prompt_kept
+
+# Raise it with every change of the code after which the same problems and options give other splits, texts or tokens.
+CACHE_VERSION = 1
+CACHE_FILES = ("tokenizer.json", "tokens.safetensors")
 
 _EOS = MARKS.index(EOS)  # the first id, of a cut tokenizer too
 _RESPONSE_LENGTHS = {"equations": 72, "solution": 320}
-_MODULES = (arithmetic, byte_pairs, held_out, resampling, word_problems, pretrained, cutting)
-_SOURCES = (__file__, *(module.__file__ for module in _MODULES))
+
+
+class Pairs(NamedTuple):
+    """The tokens of a split, row by row."""
+
+    prompts: Ragged
+    responses: Ragged
 
 
 @dataclass(frozen=True)
-class GSM8K:
+class GSM8K(Task):
     """Grade-school word problems: the question is the prompt, the rationale and the answer are one response.
 
         [padding] question | <<48/2=24>> <<48+24=72>> #### 72 EOS EOS ...
@@ -70,9 +71,6 @@ class GSM8K:
     cache: str = ""  # a folder for the tokenizer and the tokens; "": unmask/gsm8k in the user's cache
 
     name = "gsm8k"
-    unconditional = False
-    min_steps = None
-    entropy = None
     eos_token_id = _EOS
     held_out_splits = HELD_OUT
 
@@ -81,24 +79,22 @@ class GSM8K:
         check_range(self, "vocab_size", SMALLEST, 1_000_000)
         check_range(self, "prompt_length", 1, LONGEST)
         check_range(self, "response_length", 0, LONGEST)
-        for option, choices in (("answers", FORMS), ("held_out", HELD_OUT), ("scoring", SCORINGS)):
-            if getattr(self, option) not in choices:
-                listed = f"{', '.join(choices[:-1])} or {choices[-1]}"
-                raise UserError(f"task {self.name}: set {option} to {listed}, not {getattr(self, option)!r}")
+        check_choice(self, "answers", FORMS)
+        check_choice(self, "held_out", HELD_OUT)
+        check_choice(self, "scoring", SCORINGS)
         if self.held_out.startswith("new-numbers") and (self.answers != "equations" or not self.resample):
             raise UserError(
                 f"task {self.name}: {self.held_out} needs copies with new numbers: set held_out to new-templates or "
                 "test, or answers to equations and resample to at least 1"
             )
 
-    @property
+    @cached_property
     def vocabulary(self) -> tuple[str, ...]:
-        return self._tokens.vocabulary
+        return vocabulary_of(self.text_tokenizer)
 
     @property
     def text_tokenizer(self) -> Tokenizer:
-        """What turns text into the tokens of this task."""
-        return self._tokens.tokenizer
+        return self._tokens[0]
 
     @property
     def length(self) -> int:
@@ -114,28 +110,22 @@ class GSM8K:
 
     @property
     def test_examples(self) -> int:
-        return len(self._pairs(self.held_out)[0])
-
-    @property
-    def train_examples(self) -> int:
-        return len(self._trained)
+        return len(self._pairs(self.held_out).prompts)
 
     @cached_property
-    def _tokens(self) -> Tokens:
+    def _tokens(self) -> tuple[Tokenizer, dict[str, Pairs]]:
         return load_tokens(self)
 
     @cached_property
-    def _test_file(self) -> tuple[Ragged, Ragged]:
+    def _test_file(self) -> Pairs:
         problems = read_problems(self.folder, "test")
-        pairs = [(problem.question, problem.written(self.answers)) for problem in problems]
-        prompts, responses = (Ragged.encode(self._tokens.tokenizer, list(part)) for part in zip(*pairs, strict=True))
-        return prompts, responses
+        return Pairs(
+            encode(self.text_tokenizer, [problem.question for problem in problems]),
+            encode(self.text_tokenizer, [problem.written(self.answers) for problem in problems]),
+        )
 
-    def _pairs(self, split: str) -> tuple[Ragged, Ragged]:
-        """The prompts and the responses of a split."""
-        if split == "test":
-            return self._test_file
-        return self._tokens.prompts[split], self._tokens.responses[split]
+    def _pairs(self, split: str) -> Pairs:
+        return self._test_file if split == "test" else self._tokens[1][split]
 
     def leaks(self) -> list[str]:
         """The training questions that, but for their numbers, are in the test file.  GSM8K has none; other data may."""
@@ -144,7 +134,7 @@ class GSM8K:
     def _too_long(self, split: str, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
         """[rows] bool: the question or its answer has more tokens than there is room for."""
         prompts, responses = self._pairs(split)
-        return (prompts.lengths[rows] > self.prompt_length) | (responses.lengths[rows] > self._response_length)
+        return (prompts.lengths(rows) > self.prompt_length) | (responses.lengths(rows) > self._response_length)
 
     @cached_property
     def _trained(self) -> np.ndarray:
@@ -161,8 +151,7 @@ class GSM8K:
         return np.flatnonzero(~too_long)
 
     def examples(self, ids: Tensor, split: str) -> Examples:
-        if split not in ("train", "test"):
-            raise UserError(f"unknown split {split!r}: use train or test")
+        check_split(split)
         source = "train" if split == "train" else self.held_out
         rows = self._trained if split == "train" else np.arange(self.test_examples)
         if not len(rows):
@@ -174,28 +163,21 @@ class GSM8K:
         tokens = np.concatenate([prompts.last(chosen, self.prompt_length, _EOS), answer], axis=1)
         place = torch.arange(self.length)
         response = (place >= self.prompt_length).expand(len(ids), -1)
-        kept = torch.from_numpy(np.minimum(prompts.lengths[chosen], self.prompt_length))
+        kept = torch.from_numpy(np.minimum(prompts.lengths(chosen), self.prompt_length))
         attention_mask = place >= self.prompt_length - kept[:, None]
         return Examples(torch.from_numpy(tokens), response.clone(), attention_mask)
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """How tokens read, up to the first EOS."""
-        return decode(self._tokens.tokenizer, tokens)
 
     def answer_text(self, tokens: Tensor) -> str:
         """The text of one response, up to its first EOS; tokens [L] or [response_length]."""
         return self.text(tokens[-self._response_length :].tolist())
 
-    def overlong(self, ids: Tensor) -> Tensor:
-        """[B] bool: the held-out examples that are too long, and so count as wrong whatever is written."""
-        return torch.from_numpy(self._too_long(self.held_out, ids.numpy() % self.test_examples))
-
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
         return self._right(tokens, examples, self.scoring)
 
-    def valid_flexible(self, tokens: Tensor, examples: Examples) -> Tensor:
-        """The same where the last number is the answer, whatever `scoring` is."""
-        return self._right(tokens, examples, "flexible")
+    def metrics(self, tokens: Tensor, examples: Examples) -> dict[str, Tensor]:
+        """flexible: valid if the last number is taken for the answer.  overlong: too long for the model, so wrong."""
+        overlong = (examples.tokens[:, self.prompt_length :] == _EOS).all(-1)
+        return {"flexible": self._right(tokens, examples, "flexible"), "overlong": overlong}
 
     def _right(self, tokens: Tensor, examples: Examples, scoring: str) -> Tensor:
         right = prompt_kept(tokens, examples) & ((tokens >= 0) & (tokens < len(self.vocabulary))).all(-1)
@@ -204,118 +186,79 @@ class GSM8K:
             right[row] = wanted is not None and wanted == answer_in(self.answer_text(tokens[row]), scoring)
         return right
 
-    def log_likelihood(self, tokens: Tensor, examples: Examples) -> None:
-        return None
 
-
-class Tokens(NamedTuple):
-    """Everything that is read from the cache."""
-
-    tokenizer: Tokenizer
-    vocabulary: tuple[str, ...]
-    prompts: dict[str, Ragged]
-    responses: dict[str, Ragged]
-
-
-CACHE_FILES = ("tokenizer.json", "tokens.safetensors")
-
-
-def load_tokens(task: GSM8K) -> Tokens:
-    """The tokens of all splits, from the cache where they are; else they are made, and a line says what they are.
-
-    The name of the cached folder is a hash of the problems, of the settings that the tokens depend on and of the code
-    that makes them: nothing stale is ever read.
-    """
-    hashed = fingerprint(task)
-    root = Path(task.cache).expanduser() if task.cache else _default_cache()
-    folder = root / hashed
-    found = _read(folder, hashed)
+def load_tokens(task: GSM8K) -> tuple[Tokenizer, dict[str, Pairs]]:
+    """The tokenizer and the tokens of all splits but the test file, from the cache or made now."""
+    hashed, root = fingerprint(task), cache_folder(task.cache, task.name)
+    found = _read(root / hashed, hashed)
     if found is None:
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            unfinished = Path(tempfile.mkdtemp(dir=root))
-        except OSError as error:
-            raise UserError(
-                f"task {task.name}: no cache can be made in {root} ({error.strerror}): set cache to a folder"
-            ) from None
-        try:
-            _make(unfinished, hashed, task)
-            files.discard(folder, *CACHE_FILES, files.MANIFEST)  # what could not be read
-            with contextlib.suppress(OSError):  # another process was faster
-                unfinished.rename(folder)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        found = _read(folder, hashed)
-        assert found is not None
+        with alone_in(root):
+            found = _read(root / hashed, hashed) or _make(root / hashed, hashed, task)
     return found
-
-
-def _default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unmask" / "gsm8k"
 
 
 def fingerprint(task: GSM8K) -> str:
     """Sixteen hex digits that name what the tokens are made from."""
-    digest = hashlib.sha256()
-    settings = {key: asdict(task)[key] for key in ("answers", "resample", "seed", "vocab_size")}
-    digest.update(json.dumps([settings, tokenizers.__version__]).encode())
-    for source in _SOURCES:
-        digest.update(Path(str(source)).read_bytes())
-    if task.tokenizer:
-        for file in find_source(task.tokenizer).files:
-            with file.open("rb") as opened:
-                digest.update(hashlib.file_digest(opened, "sha256").digest())
     path = file_of(task.folder, "train")
-    if path is not None:
-        data = path.read_bytes()
-    else:
-        data = json.dumps([(row.question, row.solution) for row in read_problems(task.folder, "train")]).encode()
-    digest.update(f"{path.suffix if path else ''} {len(data)} ".encode() + data)
-    return digest.hexdigest()[:16]
+    rows = [] if path else [(row.question, row.solution) for row in read_problems(task.folder, "train")]
+    sources = find_source(task.tokenizer).files if task.tokenizer else []
+    facts = [
+        *(CACHE_VERSION, tokenizers.__version__),
+        *(task.answers, task.resample, task.seed, task.vocab_size),
+        [files.fingerprint(source) for source in sources],
+        [path.suffix, files.fingerprint(path)] if path else rows,
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
-def _make(folder: Path, hashed: str, task: GSM8K) -> None:
-    """Write tokenizer.json and tokens.safetensors."""
+def _make(folder: Path, hashed: str, task: GSM8K) -> tuple[Tokenizer, dict[str, Pairs]]:
+    """Make the tokens and write them into the cache."""
     say(f"task {task.name}: problems and tokens are made once and kept in {folder.parent}", err=True)
-    splits = make_splits(read_problems(task.folder, "train"), task.answers, task.resample, task.seed, watched)
-    pairs = splits.pairs
-    if not pairs["train"]:
-        raise UserError(f"task {task.name}: no training problem is left ({splits.left_out}): give more of them")
+    made = make_splits(read_problems(task.folder, "train"), task.answers, task.resample, task.seed)
+    if not made.pairs["train"]:
+        raise UserError(f"task {task.name}: no training problem is left ({made.left_out}): give more of them")
     if task.tokenizer:
         whole, eos = load_tokenizer(task.tokenizer)
-        tokenizer = cut_tokenizer(whole, [text for pair in pairs["train"] for text in pair], [eos])
+        tokenizer = cut_tokenizer(whole, [text for pair in made.pairs["train"] for text in pair], [eos])
     else:
         # The copies have the words of the problems that they are copies of, and digits are single: they add nothing.
-        tokenizer = train_tokenizer(
-            [text for pair in pairs["train"][: splits.as_they_came] for text in pair], task.vocab_size
-        )
-    arrays = {}
-    for split in SPLITS:
-        for part, name in enumerate(("prompts", "responses")):
-            texts = [pair[part] for pair in pairs[split]]
-            ragged = Ragged.encode(tokenizer, texts, watched=lambda chunks: watched(chunks, "tokens"))
-            arrays[f"{split}/{name}/ids"], arrays[f"{split}/{name}/ends"] = ragged.ids, ragged.ends
-    tokenizer.save(str(folder / "tokenizer.json"))
-    save_file(arrays, folder / "tokens.safetensors", metadata={"fingerprint": hashed})
-    files.list_files(folder, *CACHE_FILES)
-    sizes = ", ".join(f"{len(pairs[split])} {split}" for split in SPLITS)
-    without = f"; left out: {splits.left_out}" if splits.left_out else ""
-    say(f"task {task.name}: {sizes}, from {splits.templates} templates{without}", err=True)
+        originals = made.pairs["train"][: made.as_they_came]
+        tokenizer = train_tokenizer([text for pair in originals for text in pair], task.vocab_size)
+    splits = {
+        split: Pairs(*(encode(tokenizer, [pair[part] for pair in made.pairs[split]]) for part in (0, 1)))
+        for split in SPLITS
+    }
+    with written_whole(folder, *CACHE_FILES) as partial:
+        tokenizer.save(str(partial / "tokenizer.json"))
+        arrays = {
+            f"{split}/{name}/{part}": getattr(getattr(splits[split], name), part)
+            for split in SPLITS
+            for name in Pairs._fields
+            for part in ("ids", "offsets")
+        }
+        save_file(arrays, partial / "tokens.safetensors", metadata={"fingerprint": hashed})
+    sizes = ", ".join(f"{len(made.pairs[split])} {split}" for split in SPLITS)
+    without = f"; left out: {made.left_out}" if made.left_out else ""
+    say(f"task {task.name}: {sizes}, from {made.templates} templates{without}", err=True)
+    return tokenizer, splits
 
 
-def _read(folder: Path, hashed: str) -> Tokens | None:
+def _read(folder: Path, hashed: str) -> tuple[Tokenizer, dict[str, Pairs]] | None:
     """What `_make` wrote, or None where it is not there, not whole, or made from something else."""
     try:
         files.check(folder, *CACHE_FILES)
         with safe_open(folder / "tokens.safetensors", framework="numpy") as file:
             if file.metadata()["fingerprint"] != hashed:
                 return None
-            arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception:  # whatever a missing, cut or foreign file makes the two libraries raise
+            splits = {
+                split: Pairs(
+                    *(
+                        Ragged(file.get_tensor(f"{split}/{name}/ids"), file.get_tensor(f"{split}/{name}/offsets"))
+                        for name in Pairs._fields
+                    )
+                )
+                for split in SPLITS
+            }
+        return Tokenizer.from_file(str(folder / "tokenizer.json")), splits
+    except Exception:  # whatever a missing, damaged or foreign file makes the two libraries raise
         return None
-    parts = [
-        {split: Ragged(arrays[f"{split}/{name}/ids"], arrays[f"{split}/{name}/ends"]) for split in SPLITS}
-        for name in ("prompts", "responses")
-    ]
-    return Tokens(tokenizer, vocabulary_of(tokenizer), *parts)

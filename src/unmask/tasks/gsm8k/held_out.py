@@ -8,17 +8,16 @@
 
 No question of train is in another split, and none of train or of new-numbers is, but for its numbers, in new-templates.
 Templates are told apart by their text without numbers, so that two problems with the same text are one template here.
-`leaked` tells whether training problems are, but for their numbers, in the test file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from unmask.progress import watched
 from unmask.rng import Purpose, uniforms
 from unmask.tasks.gsm8k.resampling import Template, template_of
 from unmask.tasks.gsm8k.word_problems import Problem, same_text, without_numbers
@@ -34,7 +33,6 @@ ATTEMPTS = 16  # draws for each copy that is asked for: a template that rarely g
 _TEMPLATES, _COPIES = 4, 5  # the words after DATA: which templates, and which copies, are held out
 
 Pair = tuple[str, str]  # a question and its answer
-Watched = Callable[[Sequence[Any], str], Iterable[Any]]  # the same items, while somebody is told how far they are
 
 
 @dataclass(frozen=True)
@@ -53,9 +51,7 @@ def leaked(train: Sequence[Problem], test: Sequence[Problem]) -> list[str]:
     return [problem.question for problem in train if without_numbers(problem.question) in forbidden]
 
 
-def make_splits(
-    train: Sequence[Problem], form: str, copies: int, seed: int, watched: Watched = lambda items, _: items
-) -> Splits:
+def make_splits(train: Sequence[Problem], form: str, copies: int, seed: int) -> Splits:
     """The splits with `copies` of every template, fewer where its numbers leave less choice.
 
     In the `solution` form there are no copies: train and new-templates have the problems as they came.
@@ -63,35 +59,30 @@ def make_splits(
     texts = [without_numbers(problem.question) for problem in train]
     traced = enumerate(watched(train, "tracing numbers"))
     templates = {i: found for i, problem in traced if (found := template_of(problem)) is not None}
-    unwritten = [i for i, problem in enumerate(train) if form == "equations" and not problem.equations]
-    unused = set(unwritten)
-    templates = {i: template for i, template in templates.items() if i not in unused}
-
     new_texts = _new_templates(sorted({texts[i] for i in templates}), seed)
     seen: set[str] = set()
     pairs: dict[str, list[Pair]] = {split: [] for split in SPLITS}
-    repeated = 0
-    for i, problem in enumerate(train):
+    left_out = {"without equations": 0, "twice": 0}
+    for text, problem in zip(texts, train, strict=True):
         key = same_text(problem.question)
-        if i not in unused and key not in seen:
-            pairs["new-templates" if texts[i] in new_texts else "train"].append(
-                (problem.question, problem.written(form))
-            )
-        repeated += i not in unused and key in seen
+        if form == "equations" and not problem.equations:
+            left_out["without equations"] += 1
+        elif key in seen:
+            left_out["twice"] += 1
+        else:
+            split = "new-templates" if text in new_texts else "train"
+            pairs[split].append((problem.question, problem.written(form)))
         seen.add(key)
     as_they_came = len(pairs["train"])
     if form == "equations" and copies:
         trained_first = sorted(templates, key=lambda i: texts[i] in new_texts)  # what is seen first is not drawn again
         drawn = {i: _copies(templates[i], i, copies, seed, seen) for i in watched(trained_first, "new numbers")}
-        old = [pairs for i, pairs in drawn.items() if texts[i] not in new_texts]
-        new = [pairs for i, pairs in drawn.items() if texts[i] in new_texts]
-        pairs["new-templates"] += _in_turn(new)
-        numbers_dev, numbers, rest = _held_out_copies(_in_turn(old), seed)
-        pairs["new-numbers-dev"], pairs["new-numbers"] = numbers_dev, numbers
+        pairs["new-templates"] += _in_turn([drawn[i] for i in drawn if texts[i] in new_texts])
+        old = _in_turn([drawn[i] for i in drawn if texts[i] not in new_texts])
+        pairs["new-numbers-dev"], pairs["new-numbers"], rest = _held_out_copies(old, seed)
         pairs["train"] += rest
-    reasons = {"without equations": len(unwritten), "twice": repeated}
-    left_out = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
-    return Splits(pairs, as_they_came, len(templates), left_out)
+    reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
+    return Splits(pairs, as_they_came, len(templates), reasons)
 
 
 def _new_templates(texts: list[str], seed: int) -> set[str]:

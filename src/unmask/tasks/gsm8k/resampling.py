@@ -35,7 +35,7 @@ from typing import NamedTuple
 import torch
 
 from unmask.rng import Purpose, uniforms
-from unmask.tasks.gsm8k.arithmetic import NUMBER, Exact, Expression, Style, decimals_of, exact
+from unmask.tasks.gsm8k.arithmetic import NUMBER, Exact, Expression, Style, decimals_of, divide, exact
 from unmask.tasks.gsm8k.word_problems import Problem, equations_text
 
 # Words that may be where a constant comes from, by its value.
@@ -174,20 +174,15 @@ class Template:
             for row in uniforms(seed, Purpose.DATA, *words, dtype=torch.float64).tolist():
                 values = list(original)
                 for equal, u, (low, count, step, scale) in zip(self.free, row, choices, strict=True):
-                    units = (low + int(u * count)) * step
+                    value = divide((low + int(u * count)) * step, scale)
                     for i in equal:
-                        values[i] = units if scale == 1 else _whole(units, scale)
-                written = self.write(values)
-                if written is not None:
+                        values[i] = value
+                if (written := self.write(values)) is not None:
                     yield written
 
 
-_AT_ONCE = 128  # attempts a call of `uniforms`
+_AT_ONCE = 128  # attempts per call of `uniforms`
 _RESAMPLING = 3  # the word after DATA; 0, 1 and 2 are those of the puzzles
-
-
-def _whole(units: int, scale: int) -> Exact:
-    return units // scale if units % scale == 0 else Fraction(units, scale)
 
 
 def _operands(equation: Traced, values: Sequence[Exact], results: Sequence[Exact]) -> list[Exact]:

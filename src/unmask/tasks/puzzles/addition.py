@@ -8,26 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unmask.errors import UserError
-from unmask.tasks.task import (
-    Examples,
-    check_range,
-    example_uniforms,
-    prompt_kept,
-    uniform_log_likelihood,
-    without_prompt,
-)
+from unmask.tasks.puzzles.puzzle import Puzzle, without_prompt
+from unmask.tasks.task import Examples, check_choice, check_range, prompt_kept
 
 
 @dataclass(frozen=True)
-class Addition:
+class Addition(Puzzle):
     """The digits of a, b and c = a + b, most significant first, with no signs between them.
 
     a and b are uniform below 10^digits and c has one digit more.  With ask = "all" the three numbers are generated:
     a and b in one step, then c.  With ask = "sum" a and b are the prompt, and c follows in one step.
     """
 
-    seed: int = 0
     digits: int = 3
     ask: str = "all"
 
@@ -36,8 +28,7 @@ class Addition:
 
     def __post_init__(self) -> None:
         check_range(self, "digits", 1, 1000)
-        if self.ask not in ("all", "sum"):
-            raise UserError(f"task {self.name}: set ask to all or sum, not {self.ask!r}")
+        check_choice(self, "ask", ("all", "sum"))
 
     @property
     def length(self) -> int:
@@ -72,7 +63,7 @@ class Addition:
         return torch.cat([terms, torch.stack(total[::-1], dim=-1)], dim=-1)
 
     def examples(self, ids: Tensor, split: str) -> Examples:
-        terms = (example_uniforms(self.seed, split, ids, 2 * self.digits) * 10).long()
+        terms = (self.example_uniforms(split, ids, 2 * self.digits) * 10).long()
         everything = without_prompt(self._with_sum(terms))
         if self.ask == "all":
             return everything
@@ -83,6 +74,3 @@ class Addition:
         # Clamped, a token outside the vocabulary (a mask) differs from the digit it is read as: never right.
         right = self._with_sum(tokens[:, : 2 * self.digits].clamp(0, 9))
         return (right == tokens).all(-1) & prompt_kept(tokens, examples)
-
-    def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor:
-        return uniform_log_likelihood(self.valid(tokens, examples), self.entropy)

@@ -9,19 +9,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from unmask.tasks.task import (
-    LETTERS,
-    LONGEST,
-    Examples,
-    check_range,
-    example_uniforms,
-    structure_uniforms,
-    without_prompt,
-)
+from unmask.tasks.puzzles.puzzle import LETTERS, Puzzle, without_prompt
+from unmask.tasks.task import LONGEST, Examples, check_range
 
 
 @dataclass(frozen=True)
-class Chain:
+class Chain(Puzzle):
     """A Markov chain in which every symbol has few successors:
 
         p(x) = 1/symbols * prod_{n >= 2} P[x_{n-1}, x_n],    P[s, s'] > 0 for `branching` symbols s' only.
@@ -30,7 +23,6 @@ class Chain:
     2^k - 1 tokens in k steps.
     """
 
-    seed: int = 0
     length: int = 16
     symbols: int = 8
     branching: int = 2
@@ -51,22 +43,18 @@ class Chain:
     def min_steps(self) -> int:
         return self.length.bit_length()  # ceil(log2(length + 1))
 
-    @property
-    def layout(self) -> tuple[tuple[int, ...], ...]:
-        return (tuple(range(self.length)),)
-
     @cached_property
     def _successors(self) -> Tensor:
         """[symbols, branching]: distinct; one of each symbol's lies on a cycle through all symbols, so all are met."""
-        cycle = structure_uniforms(self.seed, 0, self.symbols).argsort()
-        preference = structure_uniforms(self.seed, 1, self.symbols, self.symbols)
+        cycle = self.structure_uniforms(0, self.symbols).argsort()
+        preference = self.structure_uniforms(1, self.symbols, self.symbols)
         preference[cycle, cycle.roll(-1)] = 1.0  # above every uniform
         return preference.topk(self.branching).indices
 
     @cached_property
     def _probabilities(self) -> Tensor:
         """[symbols, branching]: of the successors, in their order; no two differ by more than a factor of three."""
-        weights = 0.5 + structure_uniforms(self.seed, 2, self.symbols, self.branching)
+        weights = 0.5 + self.structure_uniforms(2, self.symbols, self.branching)
         return weights / weights.sum(-1, keepdim=True)
 
     @cached_property
@@ -87,7 +75,7 @@ class Chain:
         return total
 
     def examples(self, ids: Tensor, split: str) -> Examples:
-        u = example_uniforms(self.seed, split, ids, self.length)
+        u = self.example_uniforms(split, ids, self.length)
         # Inverse CDF over the successors alone, without its last value: rounding can never choose an impossible one.
         thresholds = self._probabilities.cumsum(-1)[:, :-1]
         tokens = [(u[:, 0] * self.symbols).long()]

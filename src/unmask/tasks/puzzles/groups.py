@@ -9,19 +9,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from unmask.tasks.task import (
-    LETTERS,
-    Examples,
-    check_range,
-    example_uniforms,
-    structure_uniforms,
-    uniform_log_likelihood,
-    without_prompt,
-)
+from unmask.tasks.puzzles.puzzle import LETTERS, Puzzle, without_prompt
+from unmask.tasks.task import Examples, check_range
 
 
 @dataclass(frozen=True)
-class Groups:
+class Groups(Puzzle):
     """Every group g of positions draws one uniform symbol s_g, and position n shows it through its own permutation:
 
         x_n = pi_n(s_{g(n)}),    p(x) = symbols^-groups on consistent x.
@@ -30,7 +23,6 @@ class Groups:
     group, then all the others.  Which positions form a group is hidden: they are scrambled.
     """
 
-    seed: int = 0
     groups: int = 4
     group_size: int = 4
     symbols: int = 8
@@ -63,19 +55,19 @@ class Groups:
     @cached_property
     def _group_of(self) -> Tensor:
         """g(n): [L]."""
-        return structure_uniforms(self.seed, 0, self.length).argsort() // self.group_size
+        return self.structure_uniforms(0, self.length).argsort() // self.group_size
 
     @cached_property
     def _shown(self) -> Tensor:
         """pi_n(s): [L, symbols]."""
-        return structure_uniforms(self.seed, 1, self.length, self.symbols).argsort(dim=-1)
+        return self.structure_uniforms(1, self.length, self.symbols).argsort(dim=-1)
 
     def _show(self, symbols: Tensor) -> Tensor:
         """The sequence [B, L] that the symbols s_g [B, groups] rule."""
         return self._shown[torch.arange(self.length), symbols[:, self._group_of]]
 
     def examples(self, ids: Tensor, split: str) -> Examples:
-        symbols = (example_uniforms(self.seed, split, ids, self.groups) * self.symbols).long()  # [B, groups]
+        symbols = (self.example_uniforms(split, ids, self.groups) * self.symbols).long()  # [B, groups]
         return without_prompt(self._show(symbols))
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
@@ -84,6 +76,3 @@ class Groups:
         first = torch.tensor([group[0] for group in self.layout])
         symbols = self._shown.argsort(dim=-1)[first, tokens[:, first].clamp(0, self.symbols - 1)]  # [B, groups]
         return (self._show(symbols) == tokens).all(-1)
-
-    def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor:
-        return uniform_log_likelihood(self.valid(tokens, examples), self.entropy)

@@ -10,13 +10,8 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from unmask.tasks.task import (
-    Examples,
-    check_range,
-    example_uniforms,
-    prompt_kept,
-    uniform_log_likelihood,
-)
+from unmask.tasks.puzzles.puzzle import Puzzle
+from unmask.tasks.task import Examples, check_range, prompt_kept
 
 _SIDE = 4
 _CELLS = _SIDE * _SIDE
@@ -35,7 +30,7 @@ def latin_squares() -> Tensor:
 
 
 @dataclass(frozen=True)
-class LatinSquare:
+class LatinSquare(Puzzle):
     """A uniform 4 x 4 Latin square of which `clues` cells, chosen uniformly, are the prompt:
 
         p(response | clues) = 1 / #{squares that agree with the clues}.
@@ -43,13 +38,11 @@ class LatinSquare:
     The count differs from example to example, so the entropy is known in advance only where there are no clues.
     """
 
-    seed: int = 0
     clues: int = 6
 
     name = "latin-square"
     vocabulary = ("1", "2", "3", "4")
     length = _CELLS
-    min_steps = None
     layout = tuple(tuple(range(start, start + _SIDE)) for start in range(0, _CELLS, _SIDE))
 
     def __post_init__(self) -> None:
@@ -64,7 +57,7 @@ class LatinSquare:
         return math.log(len(latin_squares())) if self.clues == 0 else None
 
     def examples(self, ids: Tensor, split: str) -> Examples:
-        u = example_uniforms(self.seed, split, ids, 1 + _CELLS)
+        u = self.example_uniforms(split, ids, 1 + _CELLS)
         tokens = latin_squares()[(u[:, 0] * len(latin_squares())).long()]
         is_clue = u[:, 1:].argsort(dim=-1) < self.clues  # a random permutation of 0..15 in each row: `clues` of them
         return Examples(tokens, response=~is_clue, attention_mask=torch.ones_like(is_clue))
@@ -75,7 +68,7 @@ class LatinSquare:
 
     def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor:
         count = _agreeing(examples.tokens, ~examples.response).sum(-1)  # [B]
-        return uniform_log_likelihood(self.valid(tokens, examples), count.double().log())
+        return torch.where(self.valid(tokens, examples), -count.double().log(), -torch.inf)
 
 
 def _agreeing(tokens: Tensor, cells: Tensor) -> Tensor:

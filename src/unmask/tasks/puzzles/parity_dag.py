@@ -12,29 +12,22 @@ import torch
 from torch import Tensor
 
 from unmask.errors import UserError
-from unmask.tasks.task import (
-    Examples,
-    check_range,
-    example_uniforms,
-    structure_uniforms,
-    uniform_log_likelihood,
-    without_prompt,
-)
+from unmask.tasks.puzzles.puzzle import Puzzle, without_prompt
+from unmask.tasks.task import Examples, check_range
 
 _MOST_PARENT_SETS = 20_000  # all of them are listed
 
 
 @dataclass(frozen=True)
-class ParityDag:
+class ParityDag(Puzzle):
     """Level 0 is uniform bits, and every token below is the XOR of `parents` tokens of the level above it:
 
         x_{l,j} = XOR over i in parents(l, j) of x_{l-1,i},    p(x) = 2^-width on consistent x.
 
     Level 0 determines the rest, so a perfect denoiser needs two steps; one too shallow to compute parities of parities
-    wants one step a level.  Which positions form a level is hidden: they are scrambled.
+    needs one step per level.  Which positions form a level is hidden: they are scrambled.
     """
 
-    seed: int = 0
     levels: int = 4
     width: int = 4
     parents: int = 2
@@ -68,7 +61,7 @@ class ParityDag:
     @cached_property
     def _positions(self) -> Tensor:
         """[L]: where each token stands, level by level."""
-        return structure_uniforms(self.seed, 0, self.length).argsort()
+        return self.structure_uniforms(0, self.length).argsort()
 
     @cached_property
     def _parents(self) -> Tensor:
@@ -83,7 +76,7 @@ class ParityDag:
         for level in range(1, self.levels):
             candidates = []  # (worst last, parity, parents)
             seen: set[int] = set()
-            for k in structure_uniforms(self.seed, level, len(sets)).argsort().tolist():
+            for k in self.structure_uniforms(level, len(sets)).argsort().tolist():
                 parity = reduce(xor, (above[i] for i in sets[k]))
                 candidates.append(((parity == 0, parity in seen), parity, sets[k]))
                 seen.add(parity)
@@ -101,13 +94,10 @@ class ParityDag:
         return torch.cat(levels, dim=-1)
 
     def examples(self, ids: Tensor, split: str) -> Examples:
-        bits = (example_uniforms(self.seed, split, ids, self.width) * 2).long()
+        bits = (self.example_uniforms(split, ids, self.width) * 2).long()
         return without_prompt(self._from_level_0(bits)[:, self._positions.argsort()])
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
         levels = tokens[:, self._positions]
         # `& 1` reads a token outside the vocabulary (a mask) as a bit, from which it differs: never right.
         return (self._from_level_0(levels[:, : self.width] & 1) == levels).all(-1)
-
-    def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor:
-        return uniform_log_likelihood(self.valid(tokens, examples), self.entropy)

@@ -8,24 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unmask.tasks.task import (
-    LETTERS,
-    Examples,
-    check_range,
-    example_uniforms,
-    uniform_log_likelihood,
-    without_prompt,
-)
+from unmask.tasks.puzzles.puzzle import LETTERS, Puzzle, without_prompt
+from unmask.tasks.task import Examples, check_range
 
 
 @dataclass(frozen=True)
-class Permutation:
+class Permutation(Puzzle):
     """A uniform permutation of `length` symbols, p(x) = 1 / length! where all tokens differ.
 
     Any two tokens still masked exclude each other, whatever is known, so every token needs a step of its own.
     """
 
-    seed: int = 0
     length: int = 8
 
     name = "permutation"
@@ -46,15 +39,8 @@ class Permutation:
     def entropy(self) -> float:
         return math.log(math.factorial(self.length))
 
-    @property
-    def layout(self) -> tuple[tuple[int, ...], ...]:
-        return (tuple(range(self.length)),)
-
     def examples(self, ids: Tensor, split: str) -> Examples:
-        return without_prompt(example_uniforms(self.seed, split, ids, self.length).argsort(dim=-1))
+        return without_prompt(self.example_uniforms(split, ids, self.length).argsort(dim=-1))
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
         return (tokens.sort(dim=-1).values == torch.arange(self.length)).all(-1)
-
-    def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor:
-        return uniform_log_likelihood(self.valid(tokens, examples), self.entropy)

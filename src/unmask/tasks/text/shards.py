@@ -1,4 +1,4 @@
-"""Texts larger than memory: read as a stream, tokenised once into files that are mapped, visited in a shuffled order.
+"""Texts larger than memory: read as a stream, tokenized once into mapped files, visited in a shuffled order.
 
 A cache is a folder named by what is in it: a hash of the texts, of the tokenizer and of the settings.  Another text,
 another tokenizer or another setting is another folder, so a stale cache is never read.
@@ -8,7 +8,7 @@ another tokenizer or another setting is another folder, so a stale cache is neve
     cache.json     what it was made of
     manifest.json  size and SHA-256 of the three
 
-The hashes of the texts and of the caches are kept in hashes.json: a terabyte is not read at every start.
+The hashes of the texts and of the caches are kept in hashes.json, so that a terabyte is not read at every start.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,44 +28,32 @@ from unmask import files
 from unmask.errors import UserError
 from unmask.jsonl import parse_json
 from unmask.rng import Purpose, uniforms
+from unmask.tasks.cache import Ragged, written_whole
 
 FORMAT_VERSION = 1
+CACHE_FILES = ("tokens.bin", "offsets.bin", "cache.json")
 
 
-class ShardError(UserError):
-    """A shard that cannot be read; the message names the file and the line."""
+def read_texts(shards: Sequence[Path], field: str) -> Iterator[tuple[str, int]]:
+    """Each text with the number of bytes read so far, one line in memory at a time.
 
-
-class Place(NamedTuple):
-    """Where a stream stands: the shard, the byte at which its next line begins, and the number of that line."""
-
-    shard: int = 0
-    byte: int = 0
-    line: int = 1
-
-
-def read_texts(shards: Sequence[Path], field: str, place: Place = Place()) -> Iterator[tuple[str, Place]]:  # noqa: B008
-    """Each text with the place behind it, from `place` on, one line in memory at a time.
-
-    A shard whose name ends in .jsonl has an object a line, whose `field` is the text; of any other a line is a text.
-    Empty lines are passed over.
+    A shard whose name ends in .jsonl has one object per line, whose `field` is the text; any other has one text per
+    line.  Empty lines are skipped.
     """
-    for number in range(place.shard, len(shards)):
-        path = shards[number]
-        byte, line = (place.byte, place.line) if number == place.shard else (0, 1)
+    position = 0
+    for path in shards:
         with path.open("rb") as file:
-            file.seek(byte)
-            for raw in file:
-                byte, line = byte + len(raw), line + 1
+            for line, raw in enumerate(file, start=1):
+                position += len(raw)
                 if raw.strip():
-                    yield _text(raw, path, line - 1, field), Place(number, byte, line)
+                    yield _text(raw, path, line, field), position
 
 
 def _text(raw: bytes, path: Path, line: int, field: str) -> str:
     try:
         text = raw.decode().strip("\r\n")
     except UnicodeDecodeError:
-        raise ShardError(f"{path}, line {line}: not UTF-8") from None
+        raise UserError(f"{path}, line {line}: not UTF-8") from None
     if path.suffix != ".jsonl":
         return text
     try:
@@ -74,7 +61,7 @@ def _text(raw: bytes, path: Path, line: int, field: str) -> str:
     except (ValueError, KeyError, TypeError):
         found = None
     if not isinstance(found, str):
-        raise ShardError(f"{path}, line {line}: not an object with a text {field!r}")
+        raise UserError(f"{path}, line {line}: not an object with a text {field!r}")
     return found
 
 
@@ -113,82 +100,45 @@ def hash_shards(shards: Sequence[Path], known: dict[str, str]) -> tuple[list[str
     return hashes, known
 
 
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """One process at a time: those that were started together would write the same cache into each other's files."""
-    with ExitStack() as stack:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(files.locked(folder, wait=True))
-        except OSError as error:
-            raise ShardError(f"no cache can be made in {folder} ({error.strerror}): set cache to a folder") from None
-        yield
+def read_cache(folder: Path, known: dict[str, str] | None = None) -> tuple[Ragged, dict[str, str]] | None:
+    """The sequences that `write_cache` wrote, mapped, or None where they are not there or not whole.
 
-
-CACHE_FILES = ("tokens.bin", "offsets.bin", "cache.json")
-
-
-class TokenCache:
-    """Sequences of tokens in mapped files: the system keeps in memory what it has room for, and nothing is copied."""
-
-    def __init__(self, folder: Path, known: dict[str, str] | None = None) -> None:
-        """known: the hashes of files that were not touched since, as `hash_shards` takes and gives them."""
-        try:
-            listed = files.read_manifest(folder)["files"]
-            hashes, self.known = hash_shards([folder / name for name in CACHE_FILES], known or {})
-            about = parse_json((folder / "cache.json").read_text(encoding="utf-8"))
-            path = folder / "tokens.bin"  # an empty file cannot be mapped
-            self.tokens = np.memmap(path, about["dtype"], "r") if path.stat().st_size else np.zeros(0, about["dtype"])
-            self.offsets = np.memmap(folder / "offsets.bin", np.int64, "r")
-            whole = hashes == [listed[name]["sha256"] for name in CACHE_FILES]
-        except (OSError, ValueError, KeyError, TypeError):
-            whole = False
-        if not whole:
-            raise ShardError(f"the cache {folder} is damaged: remove it, and it is made again")
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def lengths(self, rows: np.ndarray) -> np.ndarray:
-        return np.asarray(self.offsets[rows + 1] - self.offsets[rows])
-
-    def padded(self, rows: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """The sequences `rows` [B] as int64 [B, length], filled up with 0, and where they are not filling, bool."""
-        column = np.arange(length)
-        real = column < self.lengths(rows)[:, None]
-        places = self.offsets[rows][:, None] + column
-        tokens = np.zeros(real.shape, dtype=np.int64)
-        tokens[real] = self.tokens[places[real]]
-        return tokens, real
+    known: the hashes of files that were not changed since; both are as `hash_shards` takes and returns them.
+    """
+    try:
+        listed = files.read_manifest(folder)["files"]
+        hashes, known = hash_shards([folder / name for name in CACHE_FILES], known or {})
+        if hashes != [listed[name]["sha256"] for name in CACHE_FILES]:
+            return None
+        dtype = parse_json((folder / "cache.json").read_text(encoding="utf-8"))["dtype"]
+        path = folder / "tokens.bin"  # an empty file cannot be mapped
+        tokens = np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
+        return Ragged(tokens, np.memmap(folder / "offsets.bin", np.int64, "r")), known
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def write_cache(folder: Path, sequences: Iterable[Sequence[int]], vocab_size: int, about: dict[str, Any]) -> None:
-    """Write a cache whole or not at all; in memory is never more than a buffer."""
+    """Write a cache whole or not at all, with no more than a buffer in memory."""
     dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-    partial = folder.with_name(f"{folder.name}.partial")
-    files.discard(partial, *CACHE_FILES, files.MANIFEST)
-    partial.mkdir(parents=True)
     rows = position = 0
-    with (partial / "tokens.bin").open("wb") as tokens, (partial / "offsets.bin").open("wb") as offsets:
-        offsets.write(np.int64(0).tobytes())
-        for sequence in sequences:
-            tokens.write(np.asarray(sequence, dtype).tobytes())
-            rows, position = rows + 1, position + len(sequence)
-            offsets.write(np.int64(position).tobytes())
-    about = {**about, "dtype": dtype.name, "rows": rows, "tokens": position}
-    (partial / "cache.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    files.list_files(partial, *CACHE_FILES)
-    files.discard(folder, *CACHE_FILES, files.MANIFEST)
-    partial.rename(folder)
-    files.sync(folder.parent)
+    with written_whole(folder, *CACHE_FILES) as partial:
+        with (partial / "tokens.bin").open("wb") as tokens, (partial / "offsets.bin").open("wb") as offsets:
+            offsets.write(np.int64(0).tobytes())
+            for sequence in sequences:
+                tokens.write(np.asarray(sequence, dtype).tobytes())
+                rows, position = rows + 1, position + len(sequence)
+                offsets.write(np.int64(position).tobytes())
+        about = {**about, "dtype": dtype.name, "rows": rows, "tokens": position}
+        (partial / "cache.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
 class Visits:
-    """In which order the rows are visited: every row once an epoch, shuffled with a bounded buffer.
+    """In which order the rows are visited: every row once per epoch, shuffled with a bounded buffer.
 
-    The rows are cut into windows.  An epoch visits the windows in an order of its own, and the rows of a window in an
-    order of its own: a random place of the file is sought once a window, and no more than two windows of numbers are
-    in memory.  Which row comes at a position is a function of (seed, position) alone, so a run is resumed anywhere.
+    The rows are cut into windows.  Every epoch shuffles the windows, and the rows inside each window: one seek per
+    window, and no more than two windows of row numbers in memory.  Which row comes at a position is a function of
+    (seed, position) alone, so a run can resume anywhere.
 
     bucket > 0: the rows of a bucket are of about the same length.  Buckets begin at multiples of their size, so that a
     batch of that size is one; sixteen at a time are sorted by length, cut, and put in a random order.

@@ -1,0 +1,50 @@
+"""What the generated puzzles share.
+
+The streams of a puzzle are (seed, DATA, word, ...): word 0 is the hidden structure, the others are the splits, so that
+no example ever shares a draw with the structure or with the other split.  Draws are float64: 24 bits would tie in an
+argsort and bias an integer (u * k).long(); with 53 bits u * k < k holds.
+"""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unmask.rng import Purpose, uniforms
+from unmask.tasks.task import Examples, Task, check_split
+
+LETTERS = tuple(string.ascii_lowercase)  # the vocabulary of puzzles whose symbols mean nothing
+
+_STRUCTURE = 0
+_SPLITS = {"train": 1, "test": 2}
+
+
+@dataclass(frozen=True)
+class Puzzle(Task):
+    """A task whose examples are computed, in most cases uniformly from all right answers."""
+
+    seed: int = 0
+
+    def structure_uniforms(self, part: int, *shape: int) -> Tensor:
+        """Uniforms that fix a hidden part of the puzzle; an argsort makes them random permutations."""
+        count = torch.arange(torch.Size(shape).numel())
+        return uniforms(self.seed, Purpose.DATA, _STRUCTURE, part, count, dtype=torch.float64).view(shape)
+
+    def example_uniforms(self, split: str, ids: Tensor, count: int) -> Tensor:
+        """[B, count]: the uniforms of each example, a function of (seed, split, id) alone."""
+        check_split(split)
+        return uniforms(self.seed, Purpose.DATA, _SPLITS[split], ids[:, None], torch.arange(count), dtype=torch.float64)
+
+    def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor:
+        """log p = -H = -log(number of right answers) for a right answer, -inf for a wrong one."""
+        assert self.entropy is not None
+        return torch.where(self.valid(tokens, examples), -torch.tensor(self.entropy, dtype=torch.float64), -torch.inf)
+
+
+def without_prompt(tokens: Tensor) -> Examples:
+    """Examples in which every position is generated."""
+    everywhere = torch.ones_like(tokens, dtype=torch.bool)
+    return Examples(tokens, response=everywhere, attention_mask=everywhere.clone())
