@@ -17,16 +17,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from unmask.cli import main
+from unmask.errors import UserError
 from unmask.models.importers.vocabulary import vocabulary_of
 from unmask.tasks import make_task
+from unmask.tasks.cache import Ragged
 from unmask.tasks.gsm8k.arithmetic import Style, decimals_of, exact, parse
-from unmask.tasks.gsm8k.byte_pairs import MARKS, Ragged, decode, train_tokenizer
+from unmask.tasks.gsm8k.byte_pairs import MARKS, train_tokenizer
 from unmask.tasks.gsm8k.gsm8k import GSM8K, fingerprint
 from unmask.tasks.gsm8k.held_out import HELD_OUT, leaked, make_splits
 from unmask.tasks.gsm8k.resampling import _choices, find_numbers, template_of
 from unmask.tasks.gsm8k.word_problems import Problem, answer_in, read_problems, same_text, without_numbers
-from unmask.tasks.task import check_task
 
 THINGS = ("pears", "stamps", "shells", "marbles", "tulips", "bricks", "coins", "kites", "buttons", "candles")
 PEOPLE = ("Ada", "Ben", "Cleo", "Dov")
@@ -77,9 +77,8 @@ def task(folder):
 # ---- arithmetic
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
+def test_expressions_are_exact():
+    for text, value in (
         ("48/2", "24"),
         ("2+3*4", "14"),
         ("(2+3)*4-1", "19"),
@@ -92,23 +91,20 @@ def task(folder):
         ("20%*60", "12"),
         ("7//2", "3"),
         ("0.1+0.2", "3/10"),
-    ],
-)
-def test_expressions_are_exact(text, value):
-    read = parse(text)
-    assert read.value([exact(number) for number in read.numbers]) == Fraction(value)
-    assert read.write(read.numbers) == text
+    ):
+        read = parse(text)
+        assert read.value([exact(number) for number in read.numbers]) == Fraction(value), text
+        assert read.write(read.numbers) == text
 
 
-@pytest.mark.parametrize("text", ["", "2+", "(2", "2)", "2 3", "*2", "two", "__import__('os')", "2**3", "1.2.3"])
-def test_what_is_no_expression(text):
-    with pytest.raises(ValueError, match=r"\A[^\n]+\Z"):
-        parse(text)
+def test_what_is_no_expression():
+    for text in ("", "2+", "(2", "2)", "2 3", "*2", "two", "__import__('os')", "2**3", "1.2.3"):
+        with pytest.raises(UserError, match=r"\A[^\n]+\Z"):
+            parse(text)
 
 
-@pytest.mark.parametrize(
-    ("like", "value", "written"),
-    [
+def test_numbers_are_written_alike():
+    for like, value, written in (
         ("48", "7", "7"),
         ("2.5", "3", "3"),
         ("2.50", "3", "3.00"),
@@ -120,11 +116,9 @@ def test_what_is_no_expression(text):
         ("1,200", "600", "600"),
         ("1200", "23456", "23456"),
         ("1,200.50", "2000", "2,000.00"),
-    ],
-)
-def test_numbers_are_written_alike(like, value, written):
-    assert Style.of(like).write(exact(value)) == written
-    assert Style.of(like).write(exact(like)) == like
+    ):
+        assert Style.of(like).write(exact(value)) == written
+        assert Style.of(like).write(exact(like)) == like
 
 
 def test_decimals():
@@ -225,9 +219,8 @@ def test_equal_numbers_stay_equal():
     )
 
 
-@pytest.mark.parametrize(
-    ("question", "equations", "answer"),
-    [
+def test_what_is_no_template():
+    for question, equations, answer in (
         ("Split 100 figs among 3.", ["100/3=33.33"], None),  # rounded
         ("Of 5 figs 8 are gone.", ["5-8=-3"], "-3"),  # negative
         ("Take 40 and 8.", ["40+8=48"], "50"),  # the answer is no result
@@ -235,10 +228,8 @@ def test_equal_numbers_stay_equal():
         ("Ann reads 20 pages more than 40, Cy half of it.", ["20+40=60", "30=30"], None),  # where is 30 from?
         ("Take 40 and 8.", [], "48"),
         ("A and B have 40, B 6 more than A.", ["17+6=23"], None),  # where is 17 from?
-    ],
-)
-def test_what_is_no_template(question, equations, answer):
-    assert template_of(problem(question, *equations, answer=answer)) is None
+    ):
+        assert template_of(problem(question, *equations, answer=answer)) is None, question
 
 
 def test_numbers_of_a_question():
@@ -259,9 +250,8 @@ def test_numbers_of_a_question():
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "least", "most", "step"),
-    [
+def test_new_numbers_are_of_the_same_kind_and_size():
+    for text, least, most, step in (
         ("48", "24", "96", "1"),
         ("2", "2", "6", "1"),
         ("2000", "1000", "4000", "100"),
@@ -271,12 +261,11 @@ def test_numbers_of_a_question():
         ("33%", "17", "66", "1"),
         ("2.50", "1.30", "5.00", "0.10"),
         (".75", "0.38", "1.50", "0.01"),
-    ],
-)
-def test_new_numbers_are_of_the_same_kind_and_size(text, least, most, step):
-    low, count, each, scale = _choices(find_numbers(text))
-    values = [Fraction((low + k) * each, scale) for k in range(count)]
-    assert (values[0], values[-1], values[1] - values[0]) == (Fraction(least), Fraction(most), Fraction(step))
+    ):
+        low, count, each, scale = _choices(find_numbers(text))
+        values = [Fraction((low + k) * each, scale) for k in range(count)]
+        found = (values[0], values[-1], values[1] - values[0])
+        assert found == (Fraction(least), Fraction(most), Fraction(step)), text
 
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -290,7 +279,7 @@ def by_python(node, source):
 
 
 SOME = [
-    *many()[:5],
+    *many()[:2],
     problem("Ann sells 48 mugs in May and half as many in June. How many?", "48/2=24", "48+24=72"),
     problem("A hall costs $1,200 and each of 40 guests $2.50. What is it?", "40*2.5=100", "1200+100=1300"),
     problem("Of 250 eggs 20% break; boxes hold 8. How many?", "250*20/100=50", "250-50=200", "200/8=25"),
@@ -323,9 +312,8 @@ def test_every_draw_is_true_and_traceable(some):
 # ---- scoring
 
 
-@pytest.mark.parametrize(
-    ("text", "strict", "flexible"),
-    [
+def test_answers_in_a_text():
+    for text, strict, flexible in (
         ("<<48/2=24>> #### 72", 72, 72),
         ("#### 1,000", 1000, 1000),
         ("#### $1000.0.", 1000, 1000),
@@ -336,15 +324,12 @@ def test_every_draw_is_true_and_traceable(some):
         ("#### about 12", None, 12),
         ("#### ", None, None),
         ("", None, None),
-    ],
-)
-def test_answers_in_a_text(text, strict, flexible):
-    assert answer_in(text, "strict") == strict
-    assert answer_in(text, "flexible") == flexible
+    ):
+        assert (answer_in(text, "strict"), answer_in(text, "flexible")) == (strict, flexible), text
 
 
 def test_forms():
-    some = SOME[5]
+    some = SOME[2]
     assert some.written("equations") == "<<48/2=24>> <<48+24=72>> #### 72"
     assert some.written("solution") == some.solution
     assert TEST[1].written("equations") == "<<2*1500.5=3001>> #### 3001"
@@ -413,7 +398,7 @@ def test_a_training_problem_that_is_in_test_but_for_its_numbers_is_told(tmp_path
     assert GSM8K(str(tmp_path)).leaks() == [again.question]
 
 
-def test_nothing_that_trains_reads_the_test_file(tmp_path):
+def test_training_does_not_read_the_test_file(tmp_path):
     """Without one, everything but held_out = test works."""
     write_jsonl(tmp_path / "train.jsonl", many())
     task = GSM8K(str(tmp_path), resample=3, vocab_size=300, cache=str(tmp_path / "cache"))
@@ -434,17 +419,17 @@ def test_tokenizer_round_trip():
     assert len(words) == len(set(words)) == 320
     assert not any(re.search(r"\d.|.\d", word) for word in words), "digits are single"
     for text in (*texts, "<<48/2=24>> <<48+24=72>> #### 72", "naïve  €5 – 日本\n\t<<", " = "):
-        assert decode(tokenizer, tokenizer.encode(text).ids) == text
+        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
     ids = tokenizer.encode("<<4/2=2>> <<2+4=6>> #### 6").ids
     assert [words[i] for i in ids] == ["<<", *"4/2=2", ">> <<", *"2+4=6", ">> #### ", "6"]
-    assert decode(tokenizer, [*ids, 0, *ids]) == "<<4/2=2>> <<2+4=6>> #### 6"
     ids = tokenizer.encode("<<4/2=2>>2.\n#### 2").ids
     assert [words[i] for i in ids] == ["<<", *"4/2=2", ">>", *"2.Ċ", "####", *"Ġ2"], "the shorter marks in a solution"
 
 
 def test_ragged_rows():
-    rows = Ragged(np.array([1, 2, 3, 4, 5, 6]), np.array([3, 3, 6]))
-    assert rows.lengths.tolist() == [3, 0, 3]
+    rows = Ragged(np.array([1, 2, 3, 4, 5, 6]), np.array([0, 3, 3, 6]))
+    assert rows.lengths().tolist() == [3, 0, 3]
+    assert rows.lengths(np.array([1, 2])).tolist() == [0, 3]
     assert rows.last(np.array([2, 1, 0]), 4, 0).tolist() == [[0, 4, 5, 6], [0, 0, 0, 0], [0, 1, 2, 3]]
     assert rows.last(np.array([2, 0]), 2, 0).tolist() == [[5, 6], [2, 3]]
     assert rows.first(np.array([0, 1, 2]), 4, 0).tolist() == [[1, 2, 3, 0], [0, 0, 0, 0], [4, 5, 6, 0]]
@@ -455,7 +440,7 @@ def test_ragged_rows():
 
 
 def test_the_task_keeps_the_contract(task):
-    check_task(task)
+    task.check()
     assert (task.eos_token_id, task.vocabulary[0], task.length) == (0, "<eos>", 90 + 72)
     assert make_task("gsm8k", folder=task.folder, resample=2, vocab_size=300).held_out == "new-numbers-dev"
     assert sorted(n for group in task.layout for n in group) == list(range(task.length))
@@ -478,15 +463,14 @@ def test_padding_and_filling(task):
         assert set(response[end:]) == {0}
     train = read_problems(task.folder, "train")
     shown = {
-        decode(task._tokens.tokenizer, row[mask][:-72].tolist())
-        for row, mask in zip(examples.tokens, examples.attention_mask, strict=True)
+        task.text(row[mask][:-72].tolist()) for row, mask in zip(examples.tokens, examples.attention_mask, strict=True)
     }
     assert shown <= {p.question for p in train}, "the problems as they came are first"
     assert {task.answer_text(row) for row in examples.tokens} <= {p.written("equations") for p in train}
 
 
 def test_examples_are_pure_and_go_round(task):
-    size = task.train_examples
+    size = len(task._trained)
     ids = torch.tensor([5, 0, size + 5, 2**40])
     together = task.examples(ids, "train")
     assert torch.equal(together.tokens[0], together.tokens[2])
@@ -499,28 +483,17 @@ def test_examples_are_pure_and_go_round(task):
         task.examples(ids, "dev")
 
 
-@pytest.mark.parametrize("held_out", HELD_OUT)
-def test_held_out_is_the_test_split(task, held_out):
-    chosen = replace(task, held_out=held_out)
-    examples = chosen.examples(torch.arange(chosen.test_examples), "test")
-    assert chosen.test_examples == len(chosen._pairs(held_out)[0]) > 0
-    assert chosen.valid(examples.tokens, examples).all()
-
-
-def test_overlong_examples_are_told(task):
-    """They stay in the denominator, and nothing is right for them."""
-    lengths = replace(task, held_out="test")._pairs("test")[1].lengths.tolist()
-    short = replace(task, held_out="test", response_length=min(lengths))
-    overlong = short.overlong(torch.arange(4))
-    assert overlong.tolist() == [length > min(lengths) for length in lengths] * 2
-    assert 0 < overlong.sum() < 4
-    examples = short.examples(torch.arange(2), "test")
-    assert short.valid(examples.tokens, examples).tolist() == (~overlong[:2]).tolist()
-    assert not task.overlong(torch.arange(task.test_examples)).any()
+def test_held_out_is_the_test_split(task):
+    for held_out in HELD_OUT:
+        chosen = task.on_split(held_out)
+        examples = chosen.examples(torch.arange(chosen.test_examples), "test")
+        assert len(examples) == len(chosen._pairs(held_out).prompts) > 0
+        assert chosen.valid(examples.tokens, examples).all()
+        assert not chosen.metrics(examples.tokens, examples)["overlong"].any()
 
 
 def with_answer(task, examples, text):
-    ids = task._tokens.tokenizer.encode(text).ids
+    ids = task.text_tokenizer.encode(text).ids
     tokens = examples.tokens.clone()
     tokens[:, task.prompt_length :] = task.eos_token_id
     tokens[:, task.prompt_length : task.prompt_length + len(ids)] = torch.tensor(ids)
@@ -541,9 +514,8 @@ def test_validity(task):
     ):
         tokens = with_answer(task, examples, text)
         assert task.valid(tokens, examples).tolist() == strict, text
-        assert flexible.valid(tokens, examples).tolist() == task.valid_flexible(tokens, examples).tolist() == loose, (
-            text
-        )
+        assert flexible.valid(tokens, examples).tolist() == loose, text
+        assert task.metrics(tokens, examples)["flexible"].tolist() == loose, text
     for place in (0, task.prompt_length - 1, task.length - 1):  # padding, question, response
         for outside in (len(task.vocabulary), -1):
             tokens = examples.tokens.clone()
@@ -554,35 +526,35 @@ def test_validity(task):
 
 
 def test_what_is_too_long(task, capsys):
-    lengths = task._tokens.prompts["train"].lengths
-    short = replace(task, prompt_length=int(np.median(lengths)), held_out="new-numbers")
-    kept = int((lengths <= short.prompt_length).sum())
+    """It is left out of training; held out, it counts, and even its true answer is wrong."""
+    lengths = task._pairs("train").prompts.lengths()
+    width = int(np.median(lengths))
+    short = replace(task, prompt_length=width, held_out="new-numbers")
+    kept = int((lengths <= width).sum())
     assert 0 < kept < len(lengths)
-    assert short.train_examples == kept
+    trained = short.examples(torch.arange(kept + 1), "train")
     said = capsys.readouterr().err
     assert f"{len(lengths) - kept} of {len(lengths)} training problems are longer than" in said
     assert said.count("\n") == 1
-    trained = short.examples(torch.arange(kept), "train")
+    assert torch.equal(trained.tokens[0], trained.tokens[kept]), "it begins again"
     assert short.valid(trained.tokens, trained).all()
 
-    asked = short.examples(torch.arange(short.test_examples), "test")
-    fits = short._tokens.prompts["new-numbers"].lengths <= short.prompt_length
-    assert len(asked) == short.test_examples == task_size(short)
-    assert short.valid(asked.tokens, asked).tolist() == fits.tolist(), "all count, and what is too long is wrong"
-    whole = replace(task, held_out="new-numbers").examples(torch.arange(short.test_examples), "test")
-    width = short.prompt_length
+    ids = torch.arange(short.test_examples)
+    asked, whole = short.examples(ids, "test"), replace(task, held_out="new-numbers").examples(ids, "test")
     assert torch.equal(asked.tokens[:, :width], whole.tokens[:, 90 - width : 90]), "cut on the left"
-    everything = [with_answer(short, asked, f"#### {n}") for n in range(1, 150)]
-    right = torch.stack([short.valid(tokens, asked) for tokens in everything]).any(0)
-    assert right.tolist() == fits.tolist()
+    right = torch.cat([asked.tokens[:, :width], whole.tokens[:, 90:]], dim=1)
+    fits = short._pairs("new-numbers").prompts.lengths() <= width
+    assert short.valid(right, asked).tolist() == fits.tolist()
+    metrics = short.metrics(right, asked)
+    assert metrics["flexible"].tolist() == fits.tolist()
+    assert metrics["overlong"].tolist() == (~fits).tolist()
+    assert 0 < fits.sum() < len(fits)
 
-    answers = replace(task, response_length=12)
-    with pytest.raises(ValueError, match="no training problem is short enough"):
+    answers = replace(task, response_length=12)  # no answer is as short
+    examples = answers.examples(torch.arange(2), "test")
+    assert answers.metrics(examples.tokens, examples)["overlong"].all()
+    with pytest.raises(UserError, match="no training problem is short enough"):
         answers.examples(torch.arange(2), "train")
-
-
-def task_size(task):
-    return len(task._tokens.prompts[task.held_out])
 
 
 # ---- the tokenizer of a pretrained model
@@ -604,7 +576,7 @@ def test_a_pretrained_tokenizer_is_cut(folder, task, pretrained):
     assert ours.vocabulary[ours.eos_token_id] == "####"
     assert len(ours.vocabulary) < whole.get_vocab_size()
     assert set(ours.vocabulary) <= set(vocabulary_of(whole))
-    check_task(ours)
+    ours.check()
     for split in ("train", "test"):
         examples = ours.examples(torch.arange(4), split)
         assert int(examples.tokens.max()) < len(ours.vocabulary)
@@ -646,24 +618,6 @@ def test_solutions(folder, task):
     assert whole.answer_text(examples.tokens[0]) == TEST[0].solution
 
 
-def test_from_the_command_line(folder, tmp_path, capsys):
-    """Trained and evaluated with a tiny network: all of the library takes the task as it is."""
-    options = {
-        "task.name": "gsm8k", "task.folder": folder, "task.cache": folder / "cache", "task.resample": 10,
-        "task.vocab_size": 320, "task.prompt_length": 90, "model.layers": 1, "denoise.updates": 2, "order.updates": 1,
-        "denoise.batch": 4, "order.batch": 2, "order.trajectories": 2, "order.denoiser_rate": "0.0",
-    }  # fmt: skip
-    run = str(tmp_path / "run")
-    train = [part for key, value in options.items() for part in ("--set", f"{key}={value}")]
-    evaluate = ["--examples", "6", "--policy", "margin", "--steps", "2", "--stop-at-eos"]
-    for command in (["train", "groups", "--out", run, *train], ["evaluate", run, *evaluate]):
-        with pytest.raises(SystemExit) as done:
-            main(command)
-        assert not done.value.code, capsys.readouterr().err
-    record = json.loads((tmp_path / "run" / "results.jsonl").read_text())
-    assert (record["task"], record["num_examples"], record["eos_policy"]) == ("gsm8k", 6, "stop")
-
-
 # ---- the cache
 
 
@@ -674,7 +628,7 @@ def test_the_cache_is_read_and_never_stale(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "test.jsonl", TEST)
     made = []
     make = gsm8k._make
-    monkeypatch.setattr(gsm8k, "_make", lambda folder, *rest: (made.append(folder), make(folder, *rest)))
+    monkeypatch.setattr(gsm8k, "_make", lambda folder, *rest: (made.append(folder), make(folder, *rest))[1])
     cache = tmp_path / "cache"
     task = GSM8K(str(tmp_path), resample=3, vocab_size=300, cache=str(cache), held_out="test")
 
@@ -685,7 +639,7 @@ def test_the_cache_is_read_and_never_stale(tmp_path, monkeypatch):
     assert torch.equal(tokens(task), first)
     tokens(replace(task, held_out="new-templates", scoring="flexible", prompt_length=150, response_length=99))
     assert len(made) == 1
-    (folder,) = cache.iterdir()
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
     assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "tokens.safetensors", "manifest.json"}
 
     for count, other in enumerate(({"seed": 1}, {"resample": 2}, {"vocab_size": 301}, {"answers": "solution"}), 2):
@@ -704,12 +658,12 @@ def test_the_cache_is_read_and_never_stale(tmp_path, monkeypatch):
     (folder / "tokens.safetensors").write_bytes(data)
     assert torch.equal(tokens(task), first)
     assert len(made) == 7
-    other = next(path for path in cache.iterdir() if path != folder)
+    other = next(path for path in cache.iterdir() if path.is_dir() and path != folder)
     for path in other.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     assert torch.equal(tokens(task), first)
     assert len(made) == 8
-    monkeypatch.setattr(gsm8k, "_SOURCES", gsm8k._SOURCES[1:])  # as if the code had changed
+    monkeypatch.setattr(gsm8k, "CACHE_VERSION", gsm8k.CACHE_VERSION + 1)
     tokens(task)
     assert len(made) == 9
 
@@ -732,9 +686,8 @@ def test_gsm8k_aug_is_read(tmp_path):
 GOOD = '{"question": "What is 2 and 3?", "answer": "<<2+3=5>>5\\n#### 5"}\n'
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "parts"),
-    [
+def test_bad_files_are_named_in_one_line(tmp_path):
+    for name, text, parts in (
         ("train.jsonl", GOOD + "{\n", ["train.jsonl, line 2", "not JSON"]),
         ("train.jsonl", GOOD + '{"question": "Why?"}', ["line 2", 'no text under "answer"']),
         ("train.jsonl", '{"answer": "#### 5"}', ["line 1", 'no text under "question"']),
@@ -756,18 +709,17 @@ GOOD = '{"question": "What is 2 and 3?", "answer": "<<2+3=5>>5\\n#### 5"}\n'
         ("train.jsonl", "", ["train.jsonl is empty"]),
         ("train.txt", "What is 2? #### 2", ["train.txt, line 1", "no '||'"]),
         ("test.jsonl", GOOD, ["neither train.jsonl nor train.txt"]),
-    ],
-)
-def test_bad_files_are_named_in_one_line(tmp_path, name, text, parts):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
-        read_problems(str(tmp_path), "train")
-    assert all(part in str(error.value) for part in parts), error.value
+    ):
+        for path in tmp_path.iterdir():
+            path.unlink()
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=r"\A[^\n]+\Z") as error:
+            read_problems(str(tmp_path), "train")
+        assert all(part in str(error.value) for part in parts), error.value
 
 
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
+def test_bad_options_are_one_line():
+    for options, parts in (
         ({"answers": "prose"}, ["set answers to equations or solution, not 'prose'"]),
         ({"held_out": "dev"}, ["set held_out to new-numbers-dev, new-numbers, new-templates or test, not 'dev'"]),
         ({"scoring": "lenient"}, ["set scoring to strict or flexible"]),
@@ -776,12 +728,10 @@ def test_bad_files_are_named_in_one_line(tmp_path, name, text, parts):
         ({"prompt_length": 0}, ["set prompt_length between 1"]),
         ({"answers": "solution"}, ["new-numbers-dev needs copies", "set held_out to new-templates or test"]),
         ({"resample": 0}, ["new-numbers-dev needs copies"]),
-    ],
-)
-def test_bad_options_are_one_line(options, parts):
-    with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
-        make_task("gsm8k", **options)
-    assert all(part in str(error.value) for part in parts), error.value
+    ):
+        with pytest.raises(UserError, match=r"\A[^\n]+\Z") as error:
+            make_task("gsm8k", **options)
+        assert all(part in str(error.value) for part in parts), error.value
 
 
 def test_folders_and_the_hub(tmp_path, monkeypatch, caplog):
@@ -816,22 +766,8 @@ def test_making_the_tokens_is_told(folder, tmp_path, capsys):
         assert (f"made once and kept in {tmp_path / 'cache'}" in capsys.readouterr().err) == said
 
 
-def test_whoever_watches_sees_every_item_and_changes_nothing():
-    seen = {}
-
-    def watched(items, what):
-        for item in items:
-            seen[what] = seen.get(what, 0) + 1
-            yield item
-
-    problems = many()
-    found = make_splits(problems, "equations", 4, 0, watched)
-    assert found == make_splits(problems, "equations", 4, 0)
-    assert seen == {"tracing numbers": len(problems), "new numbers": found.templates}
-
-
 def test_a_cache_that_cannot_be_made(folder):
     blocked = folder / "a file"
     blocked.write_text("")
-    with pytest.raises(ValueError, match=r"^task gsm8k: no cache can be made in [^\n]*: set cache to a folder$"):
+    with pytest.raises(ValueError, match=r"^no cache can be made in [^\n]*: set cache to a folder$"):
         GSM8K(str(folder), cache=str(blocked / "below")).examples(torch.arange(1), "train")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from unmask.errors import UserError
 from unmask.tasks import TASKS, make_task
 from unmask.tasks.puzzles.addition import Addition
 from unmask.tasks.puzzles.chain import Chain
@@ -17,7 +19,7 @@ from unmask.tasks.puzzles.parity_dag import ParityDag
 from unmask.tasks.puzzles.permutation import Permutation
 from unmask.tasks.task import Examples
 
-DEFAULT = [make_task(name) for name in TASKS if name not in ("gsm8k", "text")]  # which is no puzzle
+DEFAULT = [make_task(name) for name in TASKS if name not in ("gsm8k", "text")]  # which are no puzzles
 OTHER = [
     Groups(seed=3, groups=3, group_size=2, symbols=26),
     Addition(seed=4, digits=2, ask="sum"),
@@ -123,7 +125,7 @@ def assert_follows(observed, probabilities):
 
 
 @every(DEFAULT + OTHER)
-def test_shapes_and_layout(task):
+def test_examples_have_their_shape_and_are_pure(task):
     examples = task.examples(torch.arange(50), "train")
     assert examples.tokens.shape == examples.response.shape == examples.attention_mask.shape == (50, task.length)
     assert examples.tokens.dtype == torch.int64
@@ -136,26 +138,12 @@ def test_shapes_and_layout(task):
     assert sorted(itertools.chain(*task.layout)) == list(range(task.length))
     assert len(task.examples(torch.arange(0), "test")) == 0
 
-
-@every(DEFAULT)
-def test_name_makes_the_task(task):
-    assert make_task(task.name, seed=0) == task
-
-
-@every(DEFAULT + OTHER)
-def test_examples_are_pure(task):
     ids = torch.tensor([5, 0, 2**40 + 1, 77])
     together = task.examples(ids, "test")
-    backwards = type(task)(**vars_of(task)).examples(ids.flip(0), "test")  # a new object: nothing cached
     for i in range(len(ids)):
-        alone = task.examples(ids[i : i + 1], "test")
+        alone = replace(task).examples(ids[i : i + 1], "test")  # a new object: nothing cached
         for field in ("tokens", "response", "attention_mask"):
             assert torch.equal(getattr(alone, field)[0], getattr(together, field)[i])
-            assert torch.equal(getattr(backwards, field)[-1 - i], getattr(together, field)[i])
-
-
-def vars_of(task):
-    return {name: getattr(task, name) for name in task.__dataclass_fields__}
 
 
 @every(DEFAULT)
@@ -163,26 +151,25 @@ def test_splits_and_seeds_differ(task):
     ids = torch.arange(20)
     train = task.examples(ids, "train").tokens
     assert not torch.equal(train, task.examples(ids, "test").tokens)
-    assert not torch.equal(train, make_task(task.name, seed=1).examples(ids, "train").tokens)
-    with pytest.raises(ValueError, match=r"^unknown split 'dev': use train or test$"):
+    assert not torch.equal(train, replace(task, seed=1).examples(ids, "train").tokens)
+    with pytest.raises(UserError, match=r"^unknown split 'dev': use train or test$"):
         task.examples(ids, "dev")
 
 
-@pytest.mark.parametrize(
-    ("name", "written"),
-    [
-        ("groups", "heegafeaegdccaeg"),
-        ("addition", "1875890776"),
-        ("chain", "bdfdfdbfdfhcaecg"),
-        ("permutation", "aghdcbef"),
-        ("latin-square", "1342423131242413"),
-        ("parity-dag", "0111011111001000"),
-    ],
-)
-def test_examples_stay_what_they_are(name, written):
+def test_examples_stay_what_they_are():
     """Published numbers and checkpoints rest on these examples: a change of them must be meant."""
-    task = make_task(name)
-    assert "".join(task.vocabulary[token] for token in task.examples(torch.tensor([0]), "train").tokens[0]) == written
+    found = {
+        task.name: "".join(task.vocabulary[token] for token in task.examples(torch.tensor([0]), "train").tokens[0])
+        for task in DEFAULT
+    }
+    assert found == {
+        "groups": "heegafeaegdccaeg",
+        "addition": "1875890776",
+        "chain": "bdfdfdbfdfhcaecg",
+        "permutation": "aghdcbef",
+        "latin-square": "1342423131242413",
+        "parity-dag": "0111011111001000",
+    }
 
 
 @every(DEFAULT + OTHER)
@@ -203,18 +190,15 @@ def test_valid_reads_the_rule(task):
         assert task.valid(corrupted, examples).tolist() == expected
         assert task.log_likelihood(corrupted, examples).isfinite().tolist() == expected
 
-
-@every(DEFAULT + OTHER)
-def test_no_mask_is_valid_anywhere(task):
     examples = task.examples(torch.arange(task.length), "train")
-    for outside in (len(task.vocabulary), -1):
+    for outside in (len(task.vocabulary), -1):  # no mask is valid anywhere
         tokens = examples.tokens.clone().fill_diagonal_(outside)  # example i has one at position i
         assert not task.valid(tokens, examples).any()
         assert task.log_likelihood(tokens, examples).isneginf().all()
 
 
 @every(SMALL)
-def test_likelihood_by_enumeration(task):
+def test_likelihood_and_samples_by_enumeration(task):
     sequences, examples = all_sequences(task)
     log_p = task.log_likelihood(sequences, examples)
     p = log_p.exp()
@@ -224,11 +208,6 @@ def test_likelihood_by_enumeration(task):
     assert torch.equal(task.valid(sequences, examples), log_p.isfinite())
     assert task.valid(sequences, examples).tolist() == [right(task, x, [None] * len(x)) for x in sequences.tolist()]
 
-
-@every(SMALL)
-def test_samples_follow_the_likelihood(task):
-    sequences, examples = all_sequences(task)
-    p = task.log_likelihood(sequences, examples).exp()
     radix = len(task.vocabulary) ** torch.arange(task.length - 1, -1, -1)  # product() counts in this radix
     for split in ("train", "test"):
         drawn = (task.examples(torch.arange(10_000), split).tokens * radix).sum(-1)
@@ -271,15 +250,14 @@ def test_asked_for_the_sum_only():
     assert not task.valid(other.tokens, example).any()
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_chain_is_sparse_and_reaches_everything(seed):
-    task = Chain(seed=seed)
-    transitions = task._transitions
-    assert ((transitions > 0).sum(-1) == task.branching).all()
-    assert torch.allclose(transitions.sum(-1), torch.ones(8, dtype=torch.float64))
-    steps = torch.eye(8) + (transitions > 0)
-    assert (torch.linalg.matrix_power(steps, 8) > 0).all()
-    assert transitions[transitions > 0].unique().numel() > task.symbols  # not uniform
+def test_chain_is_sparse_and_reaches_everything():
+    for task in map(Chain, range(5)):
+        transitions = task._transitions
+        assert ((transitions > 0).sum(-1) == task.branching).all()
+        assert torch.allclose(transitions.sum(-1), torch.ones(8, dtype=torch.float64))
+        steps = torch.eye(8) + (transitions > 0)
+        assert (torch.linalg.matrix_power(steps, 8) > 0).all()
+        assert transitions[transitions > 0].unique().numel() > task.symbols  # not uniform
 
 
 def test_chain_needs_a_step_each_time_the_length_doubles():
@@ -300,7 +278,7 @@ def test_latin_squares_are_all_listed():
 def test_latin_square_likelihood_sums_to_one(clues):
     task = LatinSquare(clues=clues)
     squares = latin_squares()
-    examples = task.examples(torch.arange(5), "test")
+    examples = task.examples(torch.arange(2), "test")
     for i, clue in enumerate(given(examples)):
         repeated = Examples(
             *(t[i].expand(576, -1) for t in (examples.tokens, examples.response, examples.attention_mask))
@@ -323,11 +301,10 @@ def test_latin_squares_and_clues_are_uniform():
     assert_follows((~examples.response).sum(0), torch.full((16,), 1 / 16, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_parity_dag_has_no_constant_token_and_no_repeated_parents(seed):
-    task = ParityDag(seed=seed)
-    for level in task._parents.tolist():
-        assert all(len(set(parents)) == task.parents for parents in level)
-        assert len({frozenset(parents) for parents in level}) == task.width
-    tokens = task.examples(torch.arange(200), "train").tokens
-    assert (tokens.min(0).values < tokens.max(0).values).all()
+def test_parity_dag_has_no_constant_token_and_no_repeated_parents():
+    for task in map(ParityDag, range(30)):
+        for level in task._parents.tolist():
+            assert all(len(set(parents)) == task.parents for parents in level)
+            assert len({frozenset(parents) for parents in level}) == task.width
+        tokens = task.examples(torch.arange(200), "train").tokens
+        assert (tokens.min(0).values < tokens.max(0).values).all()

@@ -12,11 +12,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tests.training.small import contents
+from unmask.errors import UserError
 from unmask.recipe import load_recipe
 from unmask.tasks import make_task
-from unmask.tasks.task import check_task
 from unmask.tasks.text import shards as shards_module
-from unmask.tasks.text.shards import Place, ShardError, TokenCache, Visits, hash_shards, read_hashes, read_texts
+from unmask.tasks.text.shards import Visits, hash_shards, read_cache, read_hashes, read_texts
 from unmask.training.run import train
 
 LINES = [f"line {i} " + "x" * (i * 7 % 23) for i in range(40)]
@@ -54,21 +54,14 @@ def test_every_text_in_its_order(shards):
     assert [found for found, _ in read_texts(shards, "text")] == LINES
 
 
-def test_a_stream_goes_on_from_any_place(shards):
-    """In the middle of a shard too: the place behind a text is where the next one begins."""
-    places = [Place(), *(place for _, place in read_texts(shards, "text"))]
-    for number, place in enumerate(places):
-        assert [found for found, _ in read_texts(shards, "text", place)] == LINES[number:]
-
-
-@pytest.mark.parametrize("line", ['{"text": 3}', "[1]", "{", '{"other": "x"}', "null"])
-def test_a_bad_line_is_named(shards, line):
-    with shards[1].open("a") as file:
-        file.write("\n" + line + "\n")
-    with pytest.raises(ShardError, match=r"b\.jsonl, line 17: not an object with a text 'text'"):
-        list(read_texts(shards, "text"))
+def test_a_bad_line_is_named(shards):
+    whole = shards[1].read_text()
+    for line in ('{"text": 3}', "[1]", "{", '{"other": "x"}', "null"):
+        shards[1].write_text(f"{whole}\n{line}\n")
+        with pytest.raises(UserError, match=r"b\.jsonl, line 17: not an object with a text 'text'"):
+            list(read_texts(shards, "text"))
     shards[1].write_bytes(b"\xff\xfe\n")
-    with pytest.raises(ShardError, match=r"b\.jsonl, line 1: not UTF-8"):
+    with pytest.raises(UserError, match=r"b\.jsonl, line 1: not UTF-8"):
         list(read_texts(shards, "text"))
 
 
@@ -80,7 +73,7 @@ def decoded(task, examples):
 
 def test_the_examples_are_the_texts(shards, tmp_path):
     task = text(tmp_path)
-    check_task(task)
+    task.check()
     train_texts = [line for i, line in enumerate(LINES) if i % 5 != 4]
     pieces = [line[i : i + 16] for line in train_texts for i in range(0, len(line), 16)]
     assert decoded(task, task.examples(torch.arange(len(pieces)), "train")) == pieces
@@ -92,11 +85,11 @@ def test_the_examples_are_the_texts(shards, tmp_path):
 
 def test_the_cache_is_made_once_and_never_stale(shards, tmp_path):
     first = text(tmp_path)
-    check_task(first)
+    first.check()
     made = contents(tmp_path / "cache")
-    check_task(text(tmp_path))
+    text(tmp_path).check()
     assert contents(tmp_path / "cache") == made
-    check_task(text(tmp_path, length=8))
+    text(tmp_path, length=8).check()
     assert len(list((tmp_path / "cache").glob("*-t*"))) == 4, "other settings, another cache"
     shards[1].write_text(shards[1].read_text().replace("line 19", "LINE 19"))
     os.utime(shards[1], (0, 0))  # as long as before, and no newer
@@ -106,19 +99,18 @@ def test_the_cache_is_made_once_and_never_stale(shards, tmp_path):
     assert after == before.replace("line 19", "LINE 19") != before
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "cache.json"])
-def test_a_damaged_cache_is_made_again(shards, tmp_path, name):
+def test_a_damaged_cache_is_made_again(shards, tmp_path):
     """For one flipped bit too, though it was whole when it was read before."""
-    check_task(text(tmp_path))
+    text(tmp_path).check()
     made = tokens_in(tmp_path / "cache")
-    path = next((tmp_path / "cache").glob("*-train")) / name
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(ShardError, match="damaged"):
-        TokenCache(path.parent)
-    check_task(text(tmp_path))
-    assert tokens_in(tmp_path / "cache") == made
+    for name in ("tokens.bin", "offsets.bin", "cache.json"):
+        path = next((tmp_path / "cache").glob("*-train")) / name
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        assert read_cache(path.parent) is None
+        text(tmp_path).check()
+        assert tokens_in(tmp_path / "cache") == made
 
 
 def tokens_in(cache):
@@ -129,7 +121,7 @@ def tokens_in(cache):
 def test_the_same_bytes_with_another_meaning_are_another_cache(shards, tmp_path):
     """What a line of a.jsonl means is not what it means in a.txt."""
     first = text(tmp_path, files=str(tmp_path / "a.*"), length=64)
-    check_task(first)
+    first.check()
     shards[0].rename(tmp_path / "a.txt")
     other = text(tmp_path, files=str(tmp_path / "a.*"), length=64)
     assert decoded(first, first.examples(torch.tensor([0]), "train")) == [LINES[0]]
@@ -144,14 +136,14 @@ def test_processes_that_start_together_make_one_cache(shards, tmp_path):
         if child == 0:
             code = 70
             try:
-                check_task(text(tmp_path))
+                text(tmp_path).check()
                 code = 0
             finally:
                 os._exit(code)
         children.append(child)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
     made = tokens_in(tmp_path / "cache")
-    check_task(text(tmp_path, cache=str(tmp_path / "alone")))
+    text(tmp_path, cache=str(tmp_path / "alone")).check()
     assert made == tokens_in(tmp_path / "alone")
 
 
@@ -186,33 +178,33 @@ def test_what_was_hashed_is_hashed_again_only_if_it_was_touched(shards, clock, m
 
 def test_a_cache_that_was_not_touched_is_not_read_at_every_start(shards, tmp_path, monkeypatch, clock):
     clock[0] = 2**62  # long after any file was written
-    check_task(text(tmp_path))
+    text(tmp_path).check()
     monkeypatch.setattr(shards_module.files, "fingerprint", None)
-    check_task(text(tmp_path))
+    text(tmp_path).check()
 
 
 def test_a_cache_that_cannot_be_made(shards, tmp_path):
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(ShardError, match=r"no cache can be made in .*cache \(.*\): set cache to a folder"):
-        check_task(text(tmp_path))
+    with pytest.raises(UserError, match=r"no cache can be made in .*cache \(.*\): set cache to a folder"):
+        text(tmp_path).check()
 
 
-@pytest.mark.parametrize("damage", ["", "[]", "{", '{"x": 3}'])
-def test_damaged_hashes_are_made_again(shards, tmp_path, damage):
-    (tmp_path / "hashes.json").write_text(damage)
-    assert hash_shards(shards, read_hashes(tmp_path / "hashes.json"))[0] == hash_shards(shards, {})[0]
+def test_damaged_hashes_are_made_again(shards, tmp_path):
+    for damage in ("", "[]", "{", '{"x": 3}'):
+        (tmp_path / "hashes.json").write_text(damage)
+        assert hash_shards(shards, read_hashes(tmp_path / "hashes.json"))[0] == hash_shards(shards, {})[0]
 
 
-@pytest.mark.parametrize(("rows", "window", "bucket"), [(100, 30, 0), (100, 30, 4), (7, 100, 2), (64, 8, 1), (1, 1, 0)])
-def test_every_row_once_an_epoch(rows, window, bucket):
-    visits = Visits(rows, window, 3, lambda wanted: wanted * 7919 % 13, bucket)
-    epoch, found = visits.at(np.arange(3 * rows))
-    assert epoch.tolist() == [i // rows for i in range(3 * rows)]
-    epochs = found.reshape(3, rows)
-    assert (np.sort(epochs, axis=1) == np.arange(rows)).all()
-    if rows > 1:
-        assert (epochs[0] != epochs[1]).any()
-        assert (epochs[0] != np.arange(rows)).any()
+def test_every_row_once_per_epoch():
+    for rows, window, bucket in ((100, 30, 0), (100, 30, 4), (7, 100, 2), (64, 8, 1), (1, 1, 0)):
+        visits = Visits(rows, window, 3, lambda wanted: wanted * 7919 % 13, bucket)
+        epoch, found = visits.at(np.arange(3 * rows))
+        assert epoch.tolist() == [i // rows for i in range(3 * rows)]
+        epochs = found.reshape(3, rows)
+        assert (np.sort(epochs, axis=1) == np.arange(rows)).all()
+        if rows > 1:
+            assert (epochs[0] != epochs[1]).any()
+            assert (epochs[0] != np.arange(rows)).any()
 
 
 def test_a_position_can_be_asked_for_alone():
@@ -229,14 +221,6 @@ def test_the_shuffle_stays_in_its_window():
     assert ((found // 100) == (found[:, :1] // 100)).all()
 
 
-def test_buckets_cut_the_padding(tmp_path):
-    draw = np.random.default_rng(0)
-    (tmp_path / "a.txt").write_text("\n".join("x" * n for n in draw.integers(1, 100, 3000)))
-    shares = [text(tmp_path, length=100, bucket=bucket).padding_share(32) for bucket in (0, 32)]
-    assert shares[0] > 0.4
-    assert shares[1] < 0.1
-
-
 def test_batches_are_buckets_in_every_epoch():
     """An epoch of 103 ends in the middle of a batch of 4: the next one's buckets begin a place later."""
     found = Visits(103, 103, 0, lambda rows: rows, 4).at(np.arange(104, 104 + 64))[1]
@@ -246,7 +230,7 @@ def test_batches_are_buckets_in_every_epoch():
 
 def test_seeds_stages_and_epochs_differ(shards, tmp_path):
     task = text(tmp_path)
-    rows = len(task._cached("train"))
+    rows = len(task._splits["train"])
     ids, second = task.order(0, 0, torch.arange(2 * rows)).split(rows)
     assert sorted(ids.tolist()) == sorted(second.tolist()) == list(range(rows)), "every text once an epoch"
     for other in (second, task.order(1, 0, torch.arange(rows)), task.order(0, 1, torch.arange(rows))):
@@ -269,9 +253,9 @@ def test_whatever_the_tokens_depend_on_names_the_cache(tmp_path):
         ],
         start=1,
     ):
-        check_task(text(tmp_path, **options))
+        text(tmp_path, **options).check()
         assert len(list((tmp_path / "cache").glob("*-train"))) == number, options
-        check_task(text(tmp_path, **options, window=8, bucket=2))
+        text(tmp_path, **options, window=8, bucket=2).check()
         assert len(list((tmp_path / "cache").glob("*-train"))) == number, "those say nothing about the tokens"
 
 
@@ -311,16 +295,13 @@ def test_a_run_is_resumed_in_the_middle_of_an_epoch(shards, tmp_path, monkeypatc
     assert contents(tmp_path / "run")["model.safetensors"] == contents(tmp_path / "alone")["model.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_what_cannot_be_used_is_one_line(shards, tmp_path):
+    for options, words in (
         ({"files": "nowhere/*.jsonl"}, "no file is called"),
         ({"length": 0}, "length"),
         ({"tokenizer": "nowhere.json"}, "no tokenizer.json"),
         ({"test_every": 1000}, "none is left for the test split"),
-    ],
-)
-def test_what_cannot_be_used_is_one_line(shards, tmp_path, options, words):
-    with pytest.raises(ValueError, match=words) as caught:
-        check_task(text(tmp_path, **options))
-    assert "\n" not in str(caught.value)
+    ):
+        with pytest.raises(UserError, match=words) as caught:
+            text(tmp_path, **options).check()
+        assert "\n" not in str(caught.value)
