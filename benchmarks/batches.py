@@ -34,7 +34,7 @@ def build(seed: int, width: int, layers: int, vocabulary: int, device: str, dtyp
     torch.manual_seed(seed)
     denoiser = Denoiser(BackboneConfig(width, layers, 4, 2 * width), vocabulary)
     assert denoiser.head is not None
-    denoiser.head.weight.data *= 8  # far from uniform: some rules want to be sure
+    denoiser.head.weight.data *= 8  # far from uniform, so that thresholds are reached
     return denoiser.to(device, dtype).eval()
 
 
@@ -75,7 +75,7 @@ def count(name: str, options: dict[str, bool], few: bool, device: str, dtype: to
 
 
 def cost(device: str, dtype: torch.dtype, repeats: int = 3) -> None:
-    """The time of fixed shapes over that of shapes that follow the work, by turns; 20 prompts in a batch of 8."""
+    """The time of fixed shapes over that of shapes that follow the work; 20 prompts in a batch of 8."""
     denoiser = build(0, 256, 4, 8000, device, dtype)
     canvas = torch.randint(denoiser.vocab_size, (20, 128), device=device)
     canvas[:, 64:] = denoiser.mask_token_id

@@ -1,14 +1,14 @@
-"""How fast the decoding engine is, beside the loop that people use today.
+"""How fast the decoding engine is, compared with the usual loop.
 
     python benchmarks/decode.py cpu                    a table (under four minutes on two slow cores)
-    python benchmarks/decode.py h200-85m h200-one h200-wide --json    one JSON object a line
+    python benchmarks/decode.py h200-85m h200-one h200-wide --json    one JSON object per line
     python benchmarks/decode.py h200-one --peer LLaDA/generate.py     against LLaDA's own sampler
     python benchmarks/decode.py table                  docs/benchmarks.md from the records in results/decode/
 
-Both run in this one process on the same weights, dtype, attention, prompts and seeds, by turns; figures are medians.
+Both run alternately in one process on the same weights, dtype, attention, prompts and seeds; figures are medians.
 The reference is the plain loop of LLaDA's and dLLM's samplers: full [B, L, V] logits, a float32 log-softmax over them,
-and a top-k for every row at every step.  `eager` is against eager; in `compiled` the reference's model goes through
-torch.compile, as its users do it, and the engine runs with `compile=True`.
+and a top-k for every row at every step.  `eager`: both eager.  `compiled`: the reference's model under torch.compile,
+as its users run it, and the engine with `compile=True`.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Case:
     device: str
     repeats: int
     bars: dict[str, float]  # least ratio by policy, on a GPU in compiled mode; eager must reach 1
-    step_bars: dict[str, float] = field(default_factory=dict)  # most compiled trunks a compiled step
-    memory_bar: float = float("inf")  # most of the plain loop's peak memory
+    step_bars: dict[str, float] = field(default_factory=dict)  # most time of a compiled step, in compiled trunks
+    memory_bar: float = float("inf")  # the largest share of the plain loop's peak memory
 
 
 CASES = {
@@ -157,7 +157,7 @@ def selector_logits(policy: Learned, states: Tensor, log_p: Tensor, masked: Tens
 
 
 def draws_of(prompts: Tensor, steps: int) -> list[Tensor]:
-    """The uniforms [B, L + 1] that the engine draws at each step; the reference gets them for nothing."""
+    """The uniforms [B, L + 1] that the engine draws at each step; the reference does not pay for them."""
     ids, words = torch.arange(len(prompts))[:, None], torch.cat([torch.arange(prompts.shape[1]), torch.tensor([-1])])
     reveal = rng.Purpose.REVEAL
     drawn = (rng.uniforms(SEED, reveal, i, ids, words[None], dtype=torch.float64) for i in range(steps))
@@ -266,7 +266,7 @@ def thresholds_of(denoiser: Denoiser, policy: Learned, x: Tensor, log_p: Tensor,
 
 
 def check(device: str) -> None:
-    """Identical tokens in float64; in float32, differences that start where two scores all but tie."""
+    """Identical tokens in float64; in float32, only differences that start at a near tie of two scores."""
     case = Case(128, 2, 2, 384, 1000, 64, 32, 64, 16, torch.float32, device, 1, {})
     for dtype in (torch.float64, torch.float32):
         denoiser, selector, prompts = build(case, dtype)
@@ -286,7 +286,7 @@ def check(device: str) -> None:
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds, and what came of it."""
+    """Seconds, and the result."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     started = time.perf_counter()
@@ -322,7 +322,7 @@ def milliseconds(run: Callable[[], Any], repeats: int, calls: int = 20) -> float
 
 
 def graphed(run: Callable[[], Any], device: str) -> Callable[[], Any]:
-    """On a GPU the same call as a CUDA graph: no launch overhead, what the device needs and no more."""
+    """On a GPU the same call as a CUDA graph: no launch overhead."""
     if device != "cuda":
         return run
     with torch.no_grad():
@@ -338,7 +338,7 @@ def graphed(run: Callable[[], Any], device: str) -> Callable[[], Any]:
 
 
 def measure(name: str, modes: list[str], only: list[str], peer: Path | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of one case, each as soon as it is known; against the plain loop, or against a peer's own."""
+    """The rows of one case, each as soon as it is measured, against the plain loop or a peer's."""
     case = CASES[name]
     denoiser, selector, prompts = build(case)
     with torch.no_grad():
@@ -379,7 +379,7 @@ def measure(name: str, modes: list[str], only: list[str], peer: Path | None = No
                 "reference": "the plain loop" if peer is None else "LLaDA's generate.py",
                 "policy": policy.name,
                 "mode": mode,
-                # Of neighbours in time: the machine's load weighs on both alike.
+                # Of neighbours in time, under the same load.
                 "ratio": round(statistics.median(b / a for a, b in zip(times, plain_times, strict=True)), 3),
                 "step_ms": round(step_ms, 3),
                 "trunk_ms": round(trunk_ms, 3),
@@ -494,7 +494,7 @@ def write_page() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="+", choices=[*CASES, "check", "table"], metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--mode", action="append", choices=MODES, help="some of the modes only")
     parser.add_argument("--policy", action="append", default=[], help="some of the policies only")
     parser.add_argument("--peer", type=Path, help="LLaDA's generate.py: top-prob against its own loop instead")

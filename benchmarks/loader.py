@@ -1,11 +1,11 @@
-"""How fast training examples come from the cache of the task `text`, and what memory that takes.
+"""How fast training examples come from the cache of the task `text`, and how much memory that takes.
 
     python benchmarks/loader.py                 # 10^5, 10^6 and 10^7 examples: a few minutes and 2 GB of disk
     python benchmarks/loader.py --examples 100000
 
-One process, as a training has it: the order of the examples, their tokens, the padded batch.  A batch of `--batch`
+One process, as in training: the order of the examples, their tokens, the padded batch.  A batch of `--batch`
 sequences is as long as its longest.  Memory is what the process holds itself (RssAnon); mapped files are the system's.
-Bars: 2 million tokens a second, and memory that does not grow with the number of examples.
+Bars: 2 million tokens per second, and memory that does not grow with the number of examples.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch
 
 from unmask.tasks.text.shards import Visits, read_cache, write_cache
 
-BAR = 2e6  # tokens a second
+BAR = 2e6  # tokens per second
 FLAT = 64.0  # MB that memory may differ by
 
 
 def sequences(rows: int, mean: int, seed: int = 0) -> Iterator[np.ndarray]:
-    """Sequences of 1 to 2 * mean - 1 tokens, made a block at a time."""
+    """Sequences of 1 to 2 * mean - 1 tokens, made in blocks."""
     draw = np.random.default_rng(seed)
     for first in range(0, rows, 10_000):
         count = min(10_000, rows - first)
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--mean-length", type=int, default=64)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--out", type=Path, help="add the records to this file, one object a line")
+    parser.add_argument("--out", type=Path, help="add the records to this file, one object per line")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'examples':>10} {'buckets':>8} {'tokens/s':>12} {'padding':>8} {'memory MB':>10} {'cache made in s':>16}")

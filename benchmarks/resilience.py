@@ -1,10 +1,10 @@
-"""Everything that may happen to a run, done to one: does it come to the same end, and how much was done twice?
+"""Faults injected into a training run: does it recover to the same bits, and how many updates are repeated?
 
     python benchmarks/resilience.py              # the faults, a few minutes on two slow cores
     python benchmarks/resilience.py --cost       # what checkpoints cost the recipe gsm8k-30m
 
-A fault is recovered if the run, continued with the same command, ends with the weights and metrics of a run that was
-left alone, bit for bit.  Updates lost are those that were done a second time; a checkpoint is written every 5 updates.
+A fault is recovered if the run, resumed with the same command, ends with the weights and metrics of an undisturbed run,
+bit for bit.  Updates lost are those that were repeated; a checkpoint is written every 5 updates.
 Bars: every fault recovered, nothing lost beyond the last checkpoint, and with 60 s between checkpoints under 3% of the
 time spent on them.
 """
@@ -74,7 +74,7 @@ Action = Callable[[], None]
 
 
 def child(place: Path, before: Action = lambda: None, log: str = "log") -> int:
-    """`unmask train` in a process of its own; `before` may plant a fault there.  The exit code, or minus a signal."""
+    """The exit code of `unmask train` in a child process, or minus the signal; `before` may plant a fault there."""
     number = os.fork()
     if number == 0:
         code = 70
@@ -94,7 +94,7 @@ def child(place: Path, before: Action = lambda: None, log: str = "log") -> int:
 
 
 def count_updates(path: Path) -> None:
-    """Add a byte to a file at every update: it outlives whatever happens to the process."""
+    """Add a byte to a file at every update: it survives the process."""
     original = loop._backward
 
     def counted(*arguments):  # type: ignore[no-untyped-def]
@@ -146,7 +146,7 @@ def killed_in_a_checkpoint(place: Path, draw: random.Random) -> None:
 
 def terminated(place: Path, draw: random.Random) -> None:
     assert child(place, at_call(loop, "_backward", draw.randint(1, UPDATES), die(signal.SIGTERM))) == 75
-    assert "the same command goes on from there" in (place / "log").read_text()
+    assert "the same command" in (place / "log").read_text()
 
 
 def damaged(how: Callable[[bytearray, random.Random], bytes]) -> Callable[[Path, random.Random], None]:
@@ -296,8 +296,8 @@ def cost(folder: Path) -> bool:
     middle = sorted(seconds)[len(seconds) // 2]
     share = middle / (60 + middle)
     print(
-        f"gsm8k-30m on {device}: {parameters:.1f}M parameters, {size_mb:.0f} MB a checkpoint: {middle:.2f} s (median "
-        f"of {len(seconds)}, most {max(seconds):.2f}); one a minute costs {100 * share:.2f}% of the time (bar 3%)"
+        f"gsm8k-30m on {device}: {parameters:.1f}M parameters, {size_mb:.0f} MB per checkpoint: {middle:.2f} s (median "
+        f"of {len(seconds)}, most {max(seconds):.2f}); one per minute costs {100 * share:.2f}% of the time (bar 3%)"
     )
     return share < 0.03
 

@@ -1,16 +1,16 @@
-"""Which rule should teach the order of a budget: its reconstruction with the true tokens filled in; nothing is trained.
+"""Which rule should teach the order at a budget: its reconstruction with the true tokens; nothing is trained.
 
     python benchmarks/teachers.py RUN --rule threshold:0.9 --rule threshold:0.98 --budget 5 --budget 10 --out FILE
 
 RUN is a trained denoiser.  A rule reveals x_0 step by step, as it would write it (`unmask.training.teacher`).  For each
 budget
 
-    reconstruction    1/N sum_n log mu^n(x_0^n), each token seen from the step that reveals it: what the bound comes to
-                      where the selector follows to the letter, tau near 0, in nats a token
+    reconstruction    1/N sum_n log mu^n(x_0^n), each token seen from the step that reveals it: the bound
+                      of a selector that follows the rule exactly, tau near 0, in nats per token
     mean_steps        how many steps that takes
     without_error     the share of sequences whose every token is the most probable one when it is revealed
 
-One walk serves all budgets, but for a paced rule, which knows its budget.
+One rollout serves all budgets, except for a paced rule, which depends on its budget.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def measure(
 
 
 def cut_at(budget: int, response: Tensor, steps: Tensor, seen: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """What the walk comes to where the last step of the budget reveals all that is left."""
+    """The figures of the rollout where the last step of the budget reveals all that is left."""
     steps = steps.clamp(max=budget - 1)
     log_mu, right = torch.zeros_like(steps, dtype=torch.float32), torch.ones_like(response)
     for step, (log_mu_then, right_then) in enumerate(seen[:budget]):
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, action="append", required=True)
     parser.add_argument("--split", help="the held-out split, where the task has several")
     parser.add_argument("--examples", type=int, default=64)
-    parser.add_argument("--out", type=Path, help="add the records to this file, one object a line")
+    parser.add_argument("--out", type=Path, help="add the records to this file, one object per line")
     options = parser.parse_args()
     if min(options.budget) < 2:
         parser.error("--budget: give at least 2 steps, in one there is no order")

@@ -5,8 +5,8 @@
     python benchmarks/train.py h200-30m --growth   how an order step grows with k, N and T, and with the time t
     python benchmarks/train.py table               docs/training-speed.md from results/train/*.jsonl
 
-Every step is the training loop itself (`run_stage`: data, both passes, clipping, AdamW, metrics) on drawn tokens with
-the lengths of GSM8K.  What is counted, and nothing else:
+Every step is the training loop itself (`run_stage`: data, both passes, clipping, AdamW, metrics) on random tokens with
+the lengths of GSM8K.  Counted are:
 
     FLOP = 6 x block parameters x tokens that are no padding + 6 x width x vocabulary x projected positions
          + 12 x layers x width x sum of squared lengths
@@ -38,7 +38,7 @@ from unmask.models.backbone import BackboneConfig, places
 from unmask.models.networks import SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
 from unmask.recipe import Optimisation
-from unmask.tasks.task import Examples
+from unmask.tasks.task import Examples, Task
 from unmask.training.compiled import compiled_networks
 from unmask.training.loop import Metrics, run_stage
 from unmask.training.objectives import DenoiseObjective, OrderObjective
@@ -56,7 +56,7 @@ class Case:
     prompt: int  # room for the prompt
     response: int
     mean_prompt: int  # the lengths of prompts have this mean, and a fifth of them is shorter than half of it
-    sequences: int  # an update: B x k for the order
+    sequences: int  # per update: B x k for the order
     budget: int
     device: str
     bar: float  # TFLOP/s
@@ -72,12 +72,16 @@ BARS = {"order, joint": 1.15, "order, frozen": 0.6}
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Drawn(Task):
     """A task of random tokens: prompts of different lengths, padded on the left, and a response of a fixed one."""
 
     case: Case
 
     name = "drawn"
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        return tuple(str(i) for i in range(self.case.vocabulary))
 
     @property
     def length(self) -> int:
@@ -99,6 +103,9 @@ class Drawn:
     def examples(self, ids: Tensor, split: str) -> Examples:
         pool, rows = self.pool, ids % 4096
         return Examples(pool.tokens[rows], pool.response[rows], pool.attention_mask[rows])
+
+    def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
+        return (tokens == examples.tokens).all(-1)
 
 
 def build(case: Case) -> OrderModel:
@@ -125,7 +132,7 @@ def operations(case: Case, task: Drawn) -> float:
 def update_seconds(
     case: Case, model: OrderModel, task: Drawn, what: str, accelerator: Accelerator
 ) -> tuple[float, int]:
-    """Seconds of an update in the training loop, and its peak memory (0 on the CPU).
+    """Seconds per update of the training loop, and the peak memory (0 on the CPU).
 
     The loop records every twentieth update; the first twenty compile and warm up.
     """
@@ -147,9 +154,12 @@ def update_seconds(
     if case.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):  # the progress: records go to stdout
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        redirect_stdout(sys.stderr),
+    ):  # stdout is for records
         path = Path(folder) / "metrics.jsonl"
-        run_stage(what[:8], 0, objective, rates, stage, task, 0, accelerator, Metrics(path))  # type: ignore[arg-type]
+        run_stage(what[:8], 0, objective, rates, stage, task, 0, accelerator, Metrics(path))
         seconds = [json.loads(line)["seconds"] for line in path.read_text().splitlines()]
     model.zero_grad(set_to_none=True)
     peak = torch.cuda.max_memory_allocated() if case.device == "cuda" else 0
@@ -157,7 +167,7 @@ def update_seconds(
 
 
 def measure(name: str) -> Iterator[dict[str, Any]]:
-    """The rows of one case, each as soon as it is known."""
+    """The rows of one case, each as soon as it is measured."""
     case = CASES[name]
     with running(case) as (model, accelerator):
         task, plain = Drawn(case), 0.0
@@ -248,7 +258,7 @@ def loss_bytes(case: Case, model: OrderModel) -> list[int]:
 def running(case: Case) -> Iterator[tuple[OrderModel, Accelerator]]:
     """A model on its device, compiled on a GPU."""
     if case.device == "cpu":
-        torch.set_num_threads(1)  # threads that wait for one another on a busy machine would be what is measured
+        torch.set_num_threads(1)  # on a busy machine, threads would wait for one another
     accelerator = Accelerator(mixed_precision="bf16" if case.device == "cuda" else "no", cpu=case.device == "cpu")
     model = build(case)
     if case.device == "cpu":
@@ -270,7 +280,7 @@ def about(accelerator: Accelerator) -> dict[str, Any]:
 
 @cache
 def launch_microseconds(device: torch.device) -> float | None:
-    """How long the host takes to launch a small kernel: an order step is bound by that.  None on the CPU."""
+    """How long the host takes to launch a small kernel, which bounds an order step.  None on the CPU."""
     if device.type == "cpu":
         return None
     number, launches = torch.zeros(1, device=device), 5000

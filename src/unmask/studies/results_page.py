@@ -41,7 +41,7 @@ Accuracy in percent, with Wilson's 95% interval.
 - *Greedy*, *sampled*: how positions are chosen from the selector (`learned(deterministic)` and `learned`).
 - *Frozen*: every rule runs on the denoiser that the order was learned on. *Joint*: the denoiser was trained together
   with the order, and the rules run on the denoiser from before, trained further on as many sequences.
-- *Flexible* takes the last number for the answer; everything else is strict (`#### number`).
+- *Flexible* takes the last number for the answer; everything else is strict, the number marked as the answer.
 - The plots show IID, top probability, margin and the two best other rules, and the mean over seeds of each order, its
   budgets T from left to right."""
 # One per kind of order: frozen and joint in colours of their own, greedy filled and sampled hollow.
