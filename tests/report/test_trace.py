@@ -92,7 +92,7 @@ def test_every_token_knows_its_step(task):
 
 def test_how_tokens_are_shown(task):
     """The bytes of the tokenizer never are; a few ends of sequence are marks, many one mark with their number."""
-    ids = task._tokens.tokenizer.encode(" pears\nnow ").ids
+    ids = task.text_tokenizer.encode(" pears\nnow ").ids
     shown = spans(task, [*ids, 0, len(task.vocabulary), 0, 0], [*([2] * len(ids)), 3, PROMPT, 4, 5])
     assert text(shown) == " pears↵now ░·░░"
     assert shown[-2:] == [Span("░", 4, is_end=True), Span("░", 5, is_end=True)]

@@ -34,15 +34,11 @@ class Examples:
 
     @property
     def position(self) -> Tensor:
-        """[B, L]: the place of each token in its own sequence, whatever the padding; it names a random draw."""
+        """[B, L]: the position of each token in its sequence without padding; it names a random draw."""
         return self.attention_mask.long().cumsum(-1) - 1
 
-    def only(self, row: int) -> Examples:
-        """One example, as a batch of one."""
-        return self.rows(torch.tensor([row]))
-
     def rows(self, rows: Tensor) -> Examples:
-        """Some of the examples, in the order of `rows` [R], on the CPU; any of them may come several times."""
+        """The examples of these rows [R], on the CPU; a row may come several times."""
         there = to_device(rows, self.tokens.device)
         chosen = Examples(*(part[there] for part in (self.tokens, self.response, self.attention_mask)))
         vars(chosen).update(num_tokens=self.num_tokens[rows], num_response=self.num_response[rows])
@@ -59,14 +55,14 @@ class Examples:
         return self.response.sum(-1).cpu()
 
     def to(self, device: torch.device | str) -> Examples:
-        """On the device; the host keeps what it would otherwise have to wait for."""
+        """On the device; the lengths stay on the host, which would have to wait for them."""
         there = Examples(*(to_device(part, device) for part in (self.tokens, self.response, self.attention_mask)))
         vars(there).update(num_tokens=self.num_tokens, num_response=self.num_response)
         return there
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on the device; a GPU gets it without anybody waiting: from pinned memory, in its turn."""
+    """The tensor on the device; the copy to a GPU is asynchronous, from pinned memory."""
     if tensor.is_cpu and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

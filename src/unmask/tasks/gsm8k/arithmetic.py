@@ -5,7 +5,7 @@
 
 with x% = x / 100 and x // y = floor(x / y).
 
-Numbers are whole Python integers or fractions.Fraction, never floats.
+Numbers are Python integers or fractions.Fraction, never floats.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def decimals_of(value: Exact) -> int | None:
 
 @dataclass(frozen=True)
 class Style:
-    """How a number is written, so that another value can be written likewise."""
+    """How a number is written, so that another value can be written the same way."""
 
     decimals: int = 0
     padded: bool = False  # 2.50: always as many decimals; 2.5: no more than it takes
@@ -141,7 +141,7 @@ _BINARY: dict[str, Callable[[Exact, Exact], Exact]] = {
 
 
 def parse(text: str) -> Expression:
-    """The expression that `text` is; ValueError with the reason where it is none."""
+    """The expression that `text` is; UserError with the reason where it is none."""
     try:
         return _Parser(text).expression
     except RecursionError:
@@ -172,12 +172,9 @@ class _Parser:
         self.program: list[int | str] = []
         self.sum()
         if self.at < len(tokens):
-            raise UserError(f"{self.shown(numbers)} is one too many")
+            extra = tokens[self.at]
+            raise UserError(f"{numbers[extra] if isinstance(extra, int) else extra!r} is one too many")
         self.expression = Expression(tuple(between), tuple(numbers), tuple(self.program))
-
-    def shown(self, numbers: list[str]) -> str:
-        token = self.tokens[self.at]
-        return repr(numbers[token] if isinstance(token, int) else token)
 
     def next_is(self, *operators: str) -> bool:
         return self.at < len(self.tokens) and self.tokens[self.at] in operators

@@ -7,7 +7,7 @@
     test             the test file, untouched; nothing that trains reads it, so it is not made here
 
 No question of train is in another split, and none of train or of new-numbers is, but for its numbers, in new-templates.
-Templates are told apart by their text without numbers, so that two problems with the same text are one template here.
+Templates with the same text, but for numbers, are held out or trained on together.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""New numbers for a word problem: every operand is traced to where it comes from, then all is computed anew.
+"""New numbers for a word problem: every operand is traced to its source, then everything is recomputed.
 
 An operand of an equation comes from a number of the question, from the result of an earlier equation, or it is a
 constant of the world (half -> 2, minutes -> 60).  Where its value has exactly one source, that is the trace.  Numbers
-of the question with the same value stay equal to each other, so that it does not matter which of them is meant.  What
-else cannot be told apart is frozen, that is, it keeps its numbers:
+of the question with the same value stay equal to each other, so that it does not matter which of them is meant.
+Whatever else is ambiguous is frozen, that is, it keeps its numbers:
 
 - an operand with two sources (a number and a result, two results, a number and a word such as `twice`) freezes them
   all, and a result is frozen by freezing every number that it was computed from;
@@ -12,9 +12,9 @@ else cannot be told apart is frozen, that is, it keeps its numbers:
 - a number of terms that their sum is divided by;
 - 0, 1, years, times, ordinals, fractions, percents that add up to 100, and numbers that no equation uses.
 
-A problem with a constant that nothing explains is left as it is.  One with a number left that is free, and that its
-answer depends on, is a template.  A whole number v is drawn anew from about [v/2, 2v], a
-decimal likewise with as many decimals, round numbers stay round and percents below 100.  A draw is kept if it is sane:
+A problem with a constant that nothing explains is left as it is.  One whose answer depends on a number that is not
+frozen is a template.  A whole number v is redrawn from about [v/2, 2v], and so is a decimal, with as many decimals;
+round numbers stay round and percents below 100.  A draw is kept if it is sane:
 
     every result whole where it was whole, with no more decimals than it had, positive where it was positive and
     below 1 where it was a fraction of 1; nothing on the way negative, no division by zero.
@@ -99,7 +99,7 @@ class Number(NamedTuple):
     value: Exact
     style: Style
     percent: bool
-    fixed: bool  # by its look alone: it can be a source, but is never drawn anew
+    fixed: bool  # by its form: it can be a source, but is never redrawn
 
 
 class Traced(NamedTuple):
@@ -116,7 +116,7 @@ class Traced(NamedTuple):
 
 @dataclass(frozen=True)
 class Template:
-    """A problem whose numbers can be drawn anew."""
+    """A problem whose numbers can be redrawn."""
 
     question: str
     numbers: tuple[Number, ...]
@@ -130,21 +130,18 @@ class Template:
         results = self._results(values)
         if results is None:
             return None
-        question, at = [], 0
+        question, at = "", 0
         for number, value in zip(self.numbers, values, strict=True):
             same = value == number.value
-            question += [self.question[at : number.start]]
-            question += [self.question[number.start : number.end] if same else number.style.write(value)]
+            written = self.question[number.start : number.end] if same else number.style.write(value)
+            question += self.question[at : number.start] + written
             at = number.end
         equations = []
         for equation, result in zip(self.equations, results, strict=True):
-            operands = [
-                style.write(value)
-                for style, value in zip(equation.styles, _operands(equation, values, results), strict=True)
-            ]
-            equations.append(f"{equation.expression.write(operands)}={equation.result_style.write(result)}")
+            operands = map(Style.write, equation.styles, _operands(equation, values, results))
+            equations.append(f"{equation.expression.write(list(operands))}={equation.result_style.write(result)}")
         final = self.answer_style.write(results[self.answer])
-        return "".join(question) + self.question[at:], equations_text(equations, final)
+        return question + self.question[at:], equations_text(equations, final)
 
     def _results(self, values: Sequence[Exact]) -> list[Exact] | None:
         """The result of every equation, or None where one is not sane."""
@@ -216,12 +213,12 @@ def find_numbers(question: str) -> tuple[Number, ...]:
     found = []
     for match in NUMBER.finditer(question):
         start, end = match.span()
-        value, behind = exact(match.group()), question[end : end + 12]
-        percent = _PERCENT.match(behind) is not None
+        value, after = exact(match.group()), question[end : end + 12]
+        percent = _PERCENT.match(after) is not None
         year = 1900 <= value <= 2100 and "," not in match.group() and question[start - 1 : start] != "$"
         sign = re.search(r"(?:^|[\s(])-$", question[:start]) is not None
         part = re.search(r"[A-Za-z_]$|\d[/:.]$", question[:start]) is not None
-        fixed = value in (0, 1) or year or sign or part or _ORDINAL_OR_TIME.match(behind) is not None
+        fixed = value in (0, 1) or year or sign or part or _ORDINAL_OR_TIME.match(after) is not None
         found.append(Number(start, end, value, Style.of(match.group()), percent, fixed))
     percents = [i for i, number in enumerate(found) if number.percent]
     if len(percents) > 1 and sum(found[i].value for i in percents) == 100:
@@ -231,7 +228,7 @@ def find_numbers(question: str) -> tuple[Number, ...]:
 
 
 def template_of(problem: Problem) -> Template | None:
-    """The template that a problem makes, or None where none of its numbers can be drawn anew."""
+    """The template that a problem makes, or None where none of its numbers can be redrawn."""
     if not problem.equations:
         return None
     trace = _Trace(problem.question)
@@ -276,7 +273,7 @@ class _Trace:
         self.comes_from: list[set[int]] = []  # of each result, the numbers of the question that it depends on
 
     def add(self, expression: Expression, result: str) -> bool:
-        """Trace one equation; False where it cannot be computed anew."""
+        """Trace one equation; False where it cannot be recomputed."""
         operands = tuple(exact(number) for number in expression.numbers)
         styles = tuple(Style.of(number) for number in expression.numbers)
         if not NUMBER.fullmatch(result) or expression.value(operands) != exact(result):
@@ -284,7 +281,7 @@ class _Trace:
         roles = expression.roles()
         sources = tuple(self._source(value, role) for value, role in zip(operands, roles, strict=True))
         if roles == [""] and sources == (None,):
-            return False  # 30=30, computed in somebody's head
+            return False  # 30=30, computed without an annotation
         depends: set[int] = set()
         for source in sources:
             if source is not None:
@@ -333,7 +330,7 @@ class _Trace:
         return None
 
     def _freeze_for_constant(self, value: Exact, spoken: bool) -> bool:
-        """Freeze the numbers that a constant may have been computed from in somebody's head.
+        """Freeze the numbers that a constant may have been computed from without an annotation.
 
         A percent comes first, and a word of the question second; where neither explains the constant, every number,
         every earlier result and every pair of numbers that gives it is frozen.  Returns whether there is any.

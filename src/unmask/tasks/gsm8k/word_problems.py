@@ -50,7 +50,7 @@ class Problem:
 
     @cached_property
     def equations(self) -> tuple[Equation, ...]:
-        """The annotations; a ValueError of one line where one does not evaluate."""
+        """The annotations; UserError where one does not evaluate."""
         return tuple(self._equation(text) for text in _ANNOTATION.findall(self.solution))
 
     def _equation(self, text: str) -> Equation:
@@ -110,7 +110,7 @@ def same_text(question: str) -> str:
 
 
 def without_numbers(question: str) -> str:
-    """A key that is equal for questions that differ, besides, in their numbers only."""
+    """A key that is equal for questions that differ in their numbers, case and white space only."""
     return same_text(NUMBER.sub("#", question))
 
 
@@ -147,7 +147,7 @@ def _from_file(path: Path) -> list[Problem]:
                 question, solution = read(line, where)
                 problems.append(_checked(question, solution, where))
     if not problems:
-        raise UserError(f"{path} is empty: put GSM8K's or GSM8K-Aug's problems there, one a line")
+        raise UserError(f"{path} is empty: put GSM8K's or GSM8K-Aug's problems there, one per line")
     return problems
 
 
@@ -185,12 +185,12 @@ def _from_hub(split: str) -> list[Problem]:
         import datasets
     except ImportError:
         raise UserError(f"{HUB} needs the package datasets: pip install datasets, or {instead}") from None
-    attempts = logging.getLogger("huggingface_hub")  # which tells of every one of them
+    attempts = logging.getLogger("huggingface_hub")  # which logs every one of them
     level = attempts.level
     attempts.setLevel(logging.ERROR)
     try:
         rows = datasets.load_dataset(HUB, "main", split=split)
-    except Exception as error:  # whatever the network, the hub or the cache says
+    except Exception as error:  # of the network, the hub or the cache
         raise UserError(f"{HUB} cannot be loaded ({_shown(str(error))}): {instead}") from None
     finally:
         attempts.setLevel(level)

@@ -33,7 +33,7 @@ class Chain(Puzzle):
     def __post_init__(self) -> None:
         check_range(self, "length", 1, LONGEST)
         check_range(self, "symbols", 2, len(LETTERS))
-        check_range(self, "branching", 2, self.symbols)  # with one successor the first token tells all
+        check_range(self, "branching", 2, self.symbols)  # with one successor the first token determines the rest
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
