@@ -231,10 +231,10 @@ def _make(folder: Path, hashed: str, task: GSM8K) -> tuple[Tokenizer, dict[str, 
     with written_whole(folder, *CACHE_FILES) as partial:
         tokenizer.save(str(partial / "tokenizer.json"))
         arrays = {
-            f"{split}/{name}/{part}": getattr(getattr(splits[split], name), part)
-            for split in SPLITS
-            for name in Pairs._fields
-            for part in ("ids", "offsets")
+            f"{split}/{name}/{part}": array
+            for split, pairs in splits.items()
+            for name, rows in pairs._asdict().items()
+            for part, array in vars(rows).items()  # ids and offsets
         }
         save_file(arrays, partial / "tokens.safetensors", metadata={"fingerprint": hashed})
     sizes = ", ".join(f"{len(made.pairs[split])} {split}" for split in SPLITS)
@@ -250,15 +250,11 @@ def _read(folder: Path, hashed: str) -> tuple[Tokenizer, dict[str, Pairs]] | Non
         with safe_open(folder / "tokens.safetensors", framework="numpy") as file:
             if file.metadata()["fingerprint"] != hashed:
                 return None
-            splits = {
-                split: Pairs(
-                    *(
-                        Ragged(file.get_tensor(f"{split}/{name}/ids"), file.get_tensor(f"{split}/{name}/offsets"))
-                        for name in Pairs._fields
-                    )
-                )
-                for split in SPLITS
-            }
+
+            def rows(key: str) -> Ragged:
+                return Ragged(file.get_tensor(f"{key}/ids"), file.get_tensor(f"{key}/offsets"))
+
+            splits = {split: Pairs(rows(f"{split}/prompts"), rows(f"{split}/responses")) for split in SPLITS}
         return Tokenizer.from_file(str(folder / "tokenizer.json")), splits
     except Exception:  # whatever a missing, damaged or foreign file makes the two libraries raise
         return None
