@@ -320,7 +320,7 @@ def reproduce(
         int,
         typer.Option(
             min=1,
-            help="Stages at once, each a process of its own, which writes to OUT/logs: for small runs on a GPU.",
+            help="Stages at once, for small runs on a GPU; with more than one, each writes to a log in OUT/logs.",
         ),
     ] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and do nothing.")] = False,
@@ -329,15 +329,15 @@ def reproduce(
     """Do a whole experiment: one command a stage, each of them once.
 
     Every run, every evaluation, and their records side by side in OUT/results.  After a crash, or with more stages, the
-    same call goes on where it stopped.  SIGTERM while something trains saves it and exits with code 75.
+    same call resumes.  Ctrl-C and SIGTERM save what is training; SIGTERM exits with code 75.
     """
-    from unmask.studies.study import Reproduction, load_study, written
+    from unmask.studies.study import Reproduction, load_study
 
     started = time.perf_counter()
-    whole = Reproduction(*load_study(study), out, set_ or [], cpu, command=_command, say=say, jobs=jobs)
+    whole = Reproduction(*load_study(study), out, set_ or [], cpu, say=say, jobs=jobs)
     if dry_run:
-        for planned in whole.stages(stage or []):
-            say(written(whole.known(planned)))
+        for command in whole.commands(stage or []):
+            say(command)
         return
     from unmask.training.checkpointer import Stopped
 
@@ -347,15 +347,6 @@ def reproduce(
         _refuse(str(stopped))
         raise typer.Exit(75) from None
     say(f"records: {whole.records}   ({time.perf_counter() - started:.0f} s)")
-
-
-def _command(arguments: list[str]) -> None:
-    """A command of this command line in this process; errors are raised, and so is Ctrl-C."""
-    code = app(arguments, prog_name="unmask", standalone_mode=False)
-    if code == 130:
-        raise KeyboardInterrupt
-    if code:
-        raise typer.Exit(code)
 
 
 @app.command()
