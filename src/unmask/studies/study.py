@@ -34,16 +34,7 @@ from typing import TYPE_CHECKING, Any, cast
 from unmask import files
 from unmask.errors import UserError, did_you_mean
 from unmask.jsonl import append_jsonl, read_jsonl, sealed
-from unmask.recipe import (
-    Recipe,
-    RecipeError,
-    build,
-    differences,
-    load_recipe,
-    not_continued,
-    read_toml,
-    recipe_folder,
-)
+from unmask.recipe import Recipe, RecipeError, build, differences, load_recipe, not_continued, read_toml, recipe_folder
 from unmask.tasks import is_own
 
 if TYPE_CHECKING:
@@ -383,10 +374,8 @@ class Reproduction:
 
         folder = self.out / stage.run
         if keys := [key for key, _, _ in differences(read_recipe(folder), self.runs[stage.run].recipe)]:
-            raise UserError(
-                f"{folder} was trained by a recipe with another {' and '.join(keys)}: move it away, "
-                "or give another --out"
-            )
+            said = f"{folder} was trained by a recipe with another {' and '.join(keys)}"
+            raise UserError(f"{said}: move it away, or give another --out")
         return True
 
     def _models(self, stage: Stage) -> str:
