@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
@@ -76,8 +76,11 @@ TopK = Annotated[int, typer.Option(help="Sample among this many most probable to
 UsageError: Any = typer.BadParameter.__base__
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run a command; whatever the user can mend is one line on stderr and exit code 2."""
+def main(arguments: list[str] | None = None, interrupted: Callable[[], bool] = lambda: False) -> None:
+    """Run a command; whatever the user can mend is one line on stderr and exit code 2.
+
+    interrupted: whether Ctrl-C was pressed, which may have come out of an import as any exception.
+    """
     forced = "--force" in (sys.argv if arguments is None else arguments)
     accept_any_character()
     try:
@@ -98,9 +101,9 @@ def main(arguments: list[str] | None = None) -> None:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not have been imported
             _refuse("out of GPU memory: try --cpu, or wait until nothing else is on the GPU")
             sys.exit(2)
-        _report_bug()
+        _report_bug(interrupted())
     except Exception:
-        _report_bug()
+        _report_bug(interrupted())
     if code == 130:  # typer turns Ctrl-C into this
         _refuse("interrupted; the same command goes on where it stopped", forced)
     sys.exit(code)
@@ -113,8 +116,10 @@ def _refuse(message: str, forced: bool = False) -> None:
     say(f"unmask{'' if rank == '0' else f' (process {rank})'}: {' '.join(message.split())}", err=True)
 
 
-def _report_bug() -> NoReturn:
+def _report_bug(interrupted: bool) -> NoReturn:
     """Whatever else is raised is a mistake of this program, not of its user."""
+    if interrupted:
+        raise KeyboardInterrupt
     traceback.print_exc()
     _refuse(f"this is a bug in unmask {unmask.__version__}: please report it with the lines above")
     sys.exit(1)
