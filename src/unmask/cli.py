@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
@@ -76,8 +76,11 @@ TopK = Annotated[int, typer.Option(help="Sample among this many most probable to
 UsageError: Any = typer.BadParameter.__base__
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run a command; whatever the user can mend is one line on stderr and exit code 2."""
+def main(arguments: list[str] | None = None, interrupted: Callable[[], bool] = lambda: False) -> None:
+    """Run a command; whatever the user can mend is one line on stderr and exit code 2.
+
+    interrupted: whether Ctrl-C was pressed, which may have come out of an import as any exception.
+    """
     forced = "--force" in (sys.argv if arguments is None else arguments)
     accept_any_character()
     try:
@@ -98,9 +101,9 @@ def main(arguments: list[str] | None = None) -> None:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not have been imported
             _refuse("out of GPU memory: try --cpu, or wait until nothing else is on the GPU")
             sys.exit(2)
-        _report_bug()
+        _report_bug(interrupted())
     except Exception:
-        _report_bug()
+        _report_bug(interrupted())
     if code == 130:  # typer turns Ctrl-C into this
         _refuse("interrupted; the same command goes on where it stopped", forced)
     sys.exit(code)
@@ -113,8 +116,10 @@ def _refuse(message: str, forced: bool = False) -> None:
     say(f"unmask{'' if rank == '0' else f' (process {rank})'}: {' '.join(message.split())}", err=True)
 
 
-def _report_bug() -> NoReturn:
+def _report_bug(interrupted: bool) -> NoReturn:
     """Whatever else is raised is a mistake of this program, not of its user."""
+    if interrupted:
+        raise KeyboardInterrupt
     traceback.print_exc()
     _refuse(f"this is a bug in unmask {unmask.__version__}: please report it with the lines above")
     sys.exit(1)
@@ -320,7 +325,7 @@ def reproduce(
         int,
         typer.Option(
             min=1,
-            help="Stages at once, each a process of its own, which writes to OUT/logs: for small runs on a GPU.",
+            help="Stages at once, for small runs on a GPU; with more than one, each writes to a log in OUT/logs.",
         ),
     ] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and do nothing.")] = False,
@@ -329,15 +334,15 @@ def reproduce(
     """Do a whole experiment: one command a stage, each of them once.
 
     Every run, every evaluation, and their records side by side in OUT/results.  After a crash, or with more stages, the
-    same call goes on where it stopped.  SIGTERM while something trains saves it and exits with code 75.
+    same call resumes.  Ctrl-C and SIGTERM save what is training; SIGTERM exits with code 75.
     """
-    from unmask.studies.study import Reproduction, load_study, written
+    from unmask.studies.study import Reproduction, load_study
 
     started = time.perf_counter()
-    whole = Reproduction(*load_study(study), out, set_ or [], cpu, command=_command, say=say, jobs=jobs)
+    whole = Reproduction(*load_study(study), out, set_ or [], cpu, say=say, jobs=jobs)
     if dry_run:
-        for planned in whole.stages(stage or []):
-            say(written(whole.known(planned)))
+        for command in whole.commands(stage or []):
+            say(command)
         return
     from unmask.training.checkpointer import Stopped
 
@@ -347,15 +352,6 @@ def reproduce(
         _refuse(str(stopped))
         raise typer.Exit(75) from None
     say(f"records: {whole.records}   ({time.perf_counter() - started:.0f} s)")
-
-
-def _command(arguments: list[str]) -> None:
-    """A command of this command line in this process; errors are raised, and so is Ctrl-C."""
-    code = app(arguments, prog_name="unmask", standalone_mode=False)
-    if code == 130:
-        raise KeyboardInterrupt
-    if code:
-        raise typer.Exit(code)
 
 
 @app.command()

@@ -153,6 +153,22 @@ POLICIES: dict[str, Policy] = {
 }
 POLICIES["learned, bernoulli"] = parse_policy("learned", BERNOULLI)  # type: ignore[arg-type]
 
+# One of each kind: properties of the engine are tested with these, what every rule must keep to (test_conformance.py)
+# with all of them.
+REPRESENTATIVE = {
+    name: POLICIES[name]
+    for name in (
+        "iid",  # draws, reads nothing of the denoiser, may reveal nothing in a step
+        "margin",  # reveals a fixed number per step
+        "threshold:0.7",  # reveals as many as it likes
+        "klass(0.2,0.05,1)",  # keeps the distributions of the step before
+        "blocks(2,stochastic(entropy,0.5))",  # a rule in a rule, with steps and draws of its own
+        "p2",  # masks again, reads revealed positions too
+        "remdm-conf",  # masks again by draws and by what was known at the reveal
+        "learned, bernoulli",  # asks a network, and falls back where nothing was selected
+    )
+}
+
 m = MASK
 PROMPTS = [
     torch.tensor(prompt)

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from tests.decoding.small import (
-    BUDGETS,
     MASK,
     POLICIES,
     PROMPTS,
@@ -44,11 +44,6 @@ def policy(request):
     return POLICIES[request.param]
 
 
-def budgets_for(policy):
-    """Twelve tokens in blocks of two are six blocks."""
-    return [S for S in BUDGETS if S >= 6] if isinstance(policy, Blocks) else BUDGETS
-
-
 def test_every_rule_is_here():
     assert {policy.key for policy in POLICIES.values()} == set(RULES)
 
@@ -60,12 +55,13 @@ def expected_projections(policy, response, before, after, decided):
     return int((before == MASK).sum() if policy.reads else ((before == MASK) & (after != MASK)).sum())
 
 
-@pytest.mark.parametrize("options", [GREEDY, GUIDED], ids=["greedy", "guided"])
-def test_accounts_are_what_the_denoiser_saw(policy, options):
+def test_accounts_are_what_the_denoiser_saw(policy):
     """Prompts untouched, no mask left, budget kept; steps, passes, reveals and revisions as they were; no row and no
-    projection more than it takes."""
-    prompts, passes = prompts_for(policy), 2 if "guidance" in options else 1
-    for budget in budgets_for(policy) if options is GREEDY else (6,):
+    projection more than it takes; with guidance, the second pass sees the same canvas without its prompt."""
+    prompts = prompts_for(policy)
+    few = 6 if isinstance(policy, Blocks) else 3  # twelve tokens in blocks of two are six blocks
+    for budget, options in ((few, GREEDY), (13, GREEDY), (6, GUIDED)):
+        passes = 2 if options is GUIDED else 1
         denoiser = Recorded(DENOISER)
         out = generate(denoiser, prompts, policy, budget, seed=3, **options)
         assert ((out.num_steps >= 1) & (out.num_steps <= budget)).all()
@@ -73,6 +69,13 @@ def test_accounts_are_what_the_denoiser_saw(policy, options):
         assert out.num_forwards == sum(len(seen) for seen in denoiser.passes) == out.num_passes.sum()
         assert len(denoiser.passes) == passes * out.num_steps.max()
 
+        for i, bare in enumerate(denoiser.passes[1::2] if options is GUIDED else []):
+            canvas, rows = denoiser.passes[2 * i], out.num_steps > i
+            response = pad_sequence([prompt == MASK for prompt in prompts], batch_first=True)[rows]
+            here = pad_sequence([torch.ones_like(prompt, dtype=torch.bool) for prompt in prompts], batch_first=True)[
+                rows
+            ]
+            assert torch.equal(bare[here], torch.where(response, canvas, MASK)[here])
         needed = [0] * int(out.num_steps.max())
         seen = histories(denoiser, out)
         for row, (prompt, history) in enumerate(zip(prompts, seen, strict=True)):
@@ -102,20 +105,6 @@ def test_accounts_are_what_the_denoiser_saw(policy, options):
             assert not out.nothing_selected.any()
 
 
-def test_guidance_sees_the_same_canvas_without_its_prompt(policy):
-    prompts = prompts_for(policy)
-    denoiser = Recorded(DENOISER)
-    out = generate(denoiser, prompts, policy, 6, seed=3, **GUIDED)
-    column = out.attention_mask.long().argsort(
-        dim=-1, descending=True, stable=True
-    )  # the denoiser sees padding on the right
-    attention_mask, response = out.attention_mask.gather(-1, column), (out.reveal_step >= 0).gather(-1, column)
-    with_prompt, without = denoiser.passes[::2], denoiser.passes[1::2]
-    for i, (seen, bare) in enumerate(zip(with_prompt, without, strict=True)):
-        rows = out.num_steps > i
-        assert torch.equal(bare[attention_mask[rows]], torch.where(response[rows], seen, MASK)[attention_mask[rows]])
-
-
 @A_FEW
 def test_no_guidance_no_second_pass(policy):
     denoisers = [Recorded(DENOISER), Recorded(DENOISER)]
@@ -137,54 +126,46 @@ def test_counting_rules_keep_their_schedule():
                 assert counts == [N // 6 + (i < N % 6) for i in range(6)]
 
 
-def test_a_budget_larger_than_the_response_stops_early(policy):
-    out = generate(DENOISER, prompts_for(policy), policy, 13, seed=1)
-    N = torch.tensor([(prompt == MASK).sum() for prompt in prompts_for(policy)])
+def test_a_budget_of_one_step_and_one_larger_than_the_response(policy):
+    """One step reveals everything, as the arg-max of the first pass; a large budget is not used up."""
+    prompts = prompts_for(policy)
+    N = torch.tensor([(prompt == MASK).sum() for prompt in prompts])
+    large = generate(DENOISER, prompts, policy, 13, seed=1)
     if policy.remasks:
-        assert (out.num_steps == 13).all()
+        assert (large.num_steps == 13).all()
     elif not policy.name.startswith(("iid", "blocks(3,iid)")):  # with IID a step may reveal nothing
-        assert (out.num_steps <= N).all()
+        assert (large.num_steps <= N).all()
     if policy.key in ("top-prob", "margin", "entropy", "left-to-right", "stochastic", "lo-arm"):
-        assert torch.equal(out.num_steps, N)
-
-
-def test_one_step_reveals_everything(policy):
+        assert torch.equal(large.num_steps, N)
     if isinstance(policy, Blocks):
-        pytest.skip("one step cannot write several blocks")
+        return  # one step cannot write several blocks
     out = generate(DENOISER, PROMPTS, policy, 1, seed=1)
     assert out.num_steps.tolist() == [1] * len(PROMPTS)
     assert out.reveal_step.max() == 0
     assert out.nothing_selected.tolist() == [0] * len(PROMPTS)
     assert not out.revisions.any()
-    for row, prompt in enumerate(PROMPTS):  # greedy: the arg-max of the first pass
+    for row, prompt in enumerate(PROMPTS):
         best = torch.where(prompt == MASK, DENOISER(prompt[None])[0].argmax(-1), prompt)
         assert torch.equal(out.tokens[row, out.attention_mask[row]], best)
 
 
-def test_same_seed_same_output_another_seed_another(policy):
-    first, again, other = (
-        generate(DENOISER, prompts_for(policy), policy, 6, seed=seed, temperature=1.0) for seed in (5, 5, 6)
-    )
+@pytest.mark.parametrize("name", POLICIES)
+def test_seed_and_ids_name_the_random_streams(name):
+    """The seed decides tokens and, where it is drawn, the order.  Equal prompts with equal ids are written alike, with
+    different ids apart; the default id is the place."""
+    policy, prompts = POLICIES[name], prompts_for(POLICIES[name])
+    first, again, other = (generate(DENOISER, prompts, policy, 6, seed=seed, temperature=1.0) for seed in (5, 5, 6))
     assert all_results(first) == all_results(again)
     assert not torch.equal(first.tokens, other.tokens)
-
-
-@pytest.mark.parametrize("name", [name for name in POLICIES if name.startswith(ORDER_IS_DRAWN)])
-def test_the_seed_draws_the_order_too(name):
-    policy = POLICIES[name]
-    first, other = (generate(DENOISER, prompts_for(policy), policy, 6, seed=seed) for seed in (5, 6))
-    drawn = "deterministic" not in name
-    assert torch.equal(first.reveal_step, other.reveal_step) != drawn
-
-
-def test_ids_name_the_random_streams(policy):
-    """Equal prompts with equal ids are written alike, with different ids apart; the default id is the place."""
-    prompts = PROMPTS[3].repeat(3, 1)
-    out = generate(DENOISER, prompts, policy, 6, ids=torch.tensor([4, 9, 4]), temperature=1.0)
+    first, other = (generate(DENOISER, prompts, policy, 6, seed=seed) for seed in (5, 6))
+    order_is_drawn = name.startswith(ORDER_IS_DRAWN) and "deterministic" not in name
+    assert torch.equal(first.reveal_step, other.reveal_step) != order_is_drawn
+    same = PROMPTS[3].repeat(3, 1)
+    out = generate(DENOISER, same, policy, 6, ids=torch.tensor([4, 9, 4]), temperature=1.0)
     assert results(out, 0) == results(out, 2)
     assert results(out, 0) != results(out, 1)
-    default = generate(DENOISER, prompts, policy, 6, temperature=1.0)
-    named = generate(DENOISER, prompts, policy, 6, ids=torch.arange(3), temperature=1.0)
+    default = generate(DENOISER, same, policy, 6, temperature=1.0)
+    named = generate(DENOISER, same, policy, 6, ids=torch.arange(3), temperature=1.0)
     assert torch.equal(default.tokens, named.tokens)
 
 
@@ -221,26 +202,24 @@ def test_a_draw_is_named_by_seed_step_id_and_position():
             assert torch.equal(after, torch.where(reveal, chosen, before))
 
 
-@pytest.mark.parametrize(("options", "sizes"), [(GREEDY, (2,)), (ALL, (None, 1, 3))], ids=["greedy", "all"])
-def test_a_sequence_does_not_see_its_batch(policy, options, sizes):
+def test_a_sequence_does_not_see_its_batch(policy):
     """Alone, in a shuffled list (padded on the left), entering as others finish, and padded on the right with junk."""
-    prompts, options = prompts_for(policy), {"seed": 2, **options}
-    alone = [
-        results(generate(DENOISER, prompt[None], policy, 6, ids=IDS[row : row + 1], **options), 0)
-        for row, prompt in enumerate(prompts)
-    ]
-    shuffled = [4, 0, 6, 2, 5, 1, 3]
+    prompts, shuffled = prompts_for(policy), [4, 0, 6, 2, 5, 1, 3]
     listed = [prompts[row] for row in shuffled]
-    for batch_size in sizes:
-        batch = generate(DENOISER, listed, policy, 6, ids=IDS[shuffled], batch_size=batch_size, **options)
-        assert all_results(batch) == [alone[row] for row in shuffled], f"batch_size {batch_size}"
-
     junk = torch.randint(V + 1, (7, 17), generator=torch.Generator().manual_seed(0))
     attention_mask = torch.zeros(7, 17, dtype=torch.bool)
     canvas = junk.clone()
     for row, prompt in enumerate(prompts):
         canvas[row, : len(prompt)], attention_mask[row, : len(prompt)] = prompt, True
     assert (canvas[~attention_mask] == MASK).any()
+    options = {"seed": 2, **ALL}
+    alone = [
+        results(generate(DENOISER, prompt[None], policy, 6, ids=IDS[row : row + 1], **options), 0)
+        for row, prompt in enumerate(prompts)
+    ]
+    for batch_size in (None, 3):
+        batch = generate(DENOISER, listed, policy, 6, ids=IDS[shuffled], batch_size=batch_size, **options)
+        assert all_results(batch) == [alone[row] for row in shuffled], f"batch_size {batch_size}"
     right = generate(DENOISER, canvas, policy, 6, ids=IDS, attention_mask=attention_mask, **options)
     assert all_results(right) == alone
     assert torch.equal(right.tokens[~attention_mask], junk[~attention_mask])  # what stands on padding stays

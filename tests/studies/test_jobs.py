@@ -1,6 +1,5 @@
 """Processes at once: who waits for whom, how many there are, and what happens when one fails or all must stop."""
 
-import os
 import signal
 import sys
 
@@ -94,23 +93,28 @@ def test_one_that_dies_without_a_word(tmp_path):
         run_jobs([job(tmp_path, "a", code)], 1, lambda job: None, lambda job, how: None)
 
 
+def test_without_a_log_it_writes_to_the_terminal(tmp_path, capfd):
+    code = "import sys; print('progress', file=sys.stderr); print('done'); sys.exit(3)"
+    with pytest.raises(JobError, match=r"^a failed with exit code 3: what it wrote is above$"):
+        run_jobs([job(tmp_path, "a", code)._replace(log=None)], 1, lambda job: None, lambda job, how: None)
+    assert capfd.readouterr() == ("done\n", "progress\n")
+
+
 @pytest.mark.parametrize(("sent", "raised"), [(signal.SIGTERM, Stopped), (signal.SIGINT, KeyboardInterrupt)])
-def test_a_signal_is_passed_on_and_all_are_waited_for(tmp_path, monkeypatch, sent, raised):
-    seen, names = Seen(), [job(tmp_path, name, SAVES) for name in "abc"]
-    said = jobs._said
-
-    def interrupting(running, waiting):
-        """Between two looks at what is running, once both are ready."""
-        if all("\nready" in one.job.log.read_text() for one in running):
-            os.kill(os.getpid(), sent)
-        return said(running, waiting)
-
-    monkeypatch.setattr(jobs, "_said", interrupting)
+def test_a_signal_is_passed_on_and_all_are_waited_for(tmp_path, sent, raised):
+    """One job sends it to this process once the others are ready."""
+    seen, names = Seen(), [job(tmp_path, name, SAVES) for name in "ab"]
+    logs = [str(one.log) for one in names]
+    sends = (
+        f"import os, time\nwhile not all(os.path.exists(p) and '\\nready' in open(p).read() for p in {logs}): "
+        f"time.sleep(0.01)\nos.kill(os.getppid(), {int(sent)}); time.sleep(1800)"
+    )
+    names += [job(tmp_path, "c", sends), job(tmp_path, "d")]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
     try:
         with pytest.raises(raised):
-            run_jobs(names, 2, seen.began, seen.ended)
+            run_jobs(names, 3, seen.began, seen.ended)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert sorted(seen.events) == ["+a", "+b", "-a 75", "-b 75"]
+    assert sorted(seen.events) == ["+a", "+b", "+c", "-a 75", "-b 75", "-c -15"]
     assert all(one.log.read_text().endswith("\nready, apart: True\nsaved\n") for one in names[:2])

@@ -3,24 +3,27 @@
 import json
 import shlex
 import shutil
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.evaluation.test_compare import learned, result
 from tests.report.test_report import LEARNED
 from tests.tasks.test_gsm8k import TEST, many, write_jsonl
 from tests.test_cli import call, refused  # noqa: F401
 from tests.training.small import contents, json_lines
-from unmask import cli, files
+from unmask import files
+from unmask.cli import main
+from unmask.errors import UserError
 from unmask.evaluation.compare import Gain
 from unmask.jsonl import read_jsonl
-from unmask.recipe import load_recipe
 from unmask.report.tables import read_records
-from unmask.studies.study import BEST_OTHER, Reproduction, load_study, written
+from unmask.runtime import process_settings
+from unmask.studies.jobs import Ended
+from unmask.studies.study import Reproduction, load_study
 
 DENOISER = """
 threads = 1
@@ -109,7 +112,7 @@ def study(tmp_path_factory):
     write_jsonl(folder / "test.jsonl", TEST)
     for name, text in (("denoiser", DENOISER), ("order", ORDER), ("study", STUDY)):
         (folder / f"{name}.toml").write_text(text)
-    reproduction(folder, folder / "runs").run()
+    run(folder, folder / "runs")
     return folder
 
 
@@ -117,17 +120,39 @@ def options(folder):
     return [f"task.folder={folder}", f"task.cache={folder / 'cache'}"]
 
 
-def reproduction(folder, out, ran=None, fail_at=None, **values):
-    """With every command noted in `ran`; the command that starts with `fail_at` fails."""
+def reproduction(folder, out, **values):
+    return Reproduction(*load_study(str(folder / "study.toml")), out, options(folder), cpu=True, **values)
 
-    def command(arguments):
-        if fail_at and " ".join(arguments).startswith(fail_at):
-            raise KeyboardInterrupt
-        if ran is not None:
-            ran.append(arguments)
-        cli._command(arguments)
 
-    return Reproduction(*load_study(str(folder / "study.toml")), out, options(folder), True, command, **values)
+def run(folder, out, *wanted, stop_at=None):
+    """Run stages of the study, whose commands are returned, all in this process: torch is imported once.
+
+    The command that starts with `stop_at` is stopped by Ctrl-C.
+    """
+    ran = []
+
+    def run_here(jobs, at_once, began, ended):
+        assert at_once == 1
+        for job in jobs:
+            assert job.log is None, "one at a time writes to the terminal"
+            began(job)
+            words = job.command[job.command.index("unmask") + 1 :]
+            if stop_at and " ".join(words).startswith(stop_at):
+                ended(job, Ended(75, time.time(), 0.5))
+                raise KeyboardInterrupt
+            ran.append(words)
+            with process_settings(), pytest.raises(SystemExit) as caught:
+                main(words)
+            assert not caught.value.code
+            ended(job, Ended(0, time.time(), 0.5))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("unmask.studies.jobs.run_jobs", run_here)
+        try:
+            reproduction(folder, out).run(wanted)
+        except KeyboardInterrupt:
+            assert stop_at
+    return ran
 
 
 def test_stages_in_order(study):
@@ -140,16 +165,16 @@ def test_stages_in_order(study):
 def test_the_other_rules_run_beyond_the_budgets_of_the_orders(study):
     """What ends by itself ends there, and in between there is something to interpolate from."""
     plan = reproduction(study, study / "nowhere")
-    for steps, expected in [((1, 2, 3, 4), ["3", "4"]), ((1, 2), ["2"])]:
+    for steps, expected in [((1, 2, 3, 4), (3, 4)), ((1, 2), (2,))]:
         plan.study = replace(plan.study, evaluate=(replace(plan.study.evaluate[0], steps=steps),))
-        [others] = [stage.command for stage in plan.stages() if stage.name.endswith("/others")]
-        assert [value for option, value in pairwise(others) if option == "--steps"] == expected
+        [others] = [stage for stage in plan.stages() if stage.name.endswith("/others")]
+        assert others.steps == expected
 
 
 def test_every_seed_starts_from_its_own(study):
-    """`shared` goes on with the orders of `frozen`, whose seeds it has; all of those start from the one denoiser."""
+    """`shared` trains the orders of `frozen` further, whose seeds it has; all of those start from the one denoiser."""
     plan = reproduction(study, study / "nowhere")
-    starts = {run: plan._recipe(run).init for run in FIRST}
+    starts = {run: plan.runs[run].recipe.init for run in FIRST}
     nowhere = study / "nowhere"
     assert starts == {
         "denoiser": "",
@@ -163,7 +188,7 @@ def test_every_seed_starts_from_its_own(study):
 @pytest.mark.parametrize(("task", "trusted"), [("gsm8k", False), ("unmask.tasks.gsm8k.gsm8k:GSM8K", True)])
 def test_a_task_that_the_study_names_is_trusted_in_its_evaluations(study, task, trusted):
     plan = Reproduction(*load_study(str(study / "study.toml")), study / "nowhere", [f"task.name={task}"])
-    assert {"--trust-task" in stage.command for stage in plan.stages() if stage.runs} == {trusted}
+    assert {"--trust-task" in plan.command(stage) for stage in plan.stages() if stage.split} == {trusted}
 
 
 def test_what_it_writes(study):
@@ -233,7 +258,7 @@ def test_another_rule_is_chosen(study, tmp_path):
         (tmp_path / path.name).write_text(
             path.read_text().replace('learned_tried = ["learned(deterministic)"]', chosen)
         )
-    new, old = ([written(stage) for stage in reproduction(f, study / "x").stages()] for f in (tmp_path, study))
+    new, old = (reproduction(f, study / "x").commands() for f in (tmp_path, study))
     dev = [[line for line in lines if "evaluate" in line and "new-numbers-dev" in line] for lines in (new, old)]
     assert dev[0] == dev[1]
     on_test = [line for line in new if "--split test" in line and "-seed" in line.split()[2]]
@@ -261,11 +286,11 @@ def test_the_best_of_the_other_rules(study):
     whole.evaluated = lambda: [four, one, two, *rules]
     assert whole._best_others() == ["left-to-right", "entropy"], "each budget has its own, at its own steps"
     [stage] = [stage for stage in whole.stages() if stage.name == "test/denoiser"]
-    command = whole.known(stage).command
+    assert whole.command(stage).count("BEST-OTHER") == 1, "not known yet"
+    assert not any("BEST-OTHER" in command for command in whole.commands())
+    command = whole.command(stage)
     policies = [value for option, value in pairwise(command) if option == "--policy"]
     assert policies == [*whole.study.policies, "left-to-right", "entropy"]
-    assert command[:1] == ["evaluate"]
-    assert command[-1] == stage.command[-1]
     whole.evaluated = list
     assert whole._best_others() == []
 
@@ -294,32 +319,29 @@ def test_the_gains_hold_both_seeds(study):
 
 
 def test_what_is_done_is_not_done_again(study):
-    ran, before = [], contents(study / "runs")
-    reproduction(study, study / "runs", ran).run()
-    assert ran == []
+    before = contents(study / "runs")
+    assert run(study, study / "runs") == []
     assert contents(study / "runs") == before
 
 
 def test_a_finished_order_no_longer_needs_its_start(study, tmp_path):
-    out, ran = tmp_path / "runs", []
+    out = tmp_path / "runs"
     shutil.copytree(study / "runs" / "frozen-seed1", out / "frozen-seed1")
     recipe = out / "frozen-seed1" / "recipe.json"
     files.write_listed(recipe.parent, recipe.name, recipe.read_text().replace(str(study / "runs"), str(out)))
-    reproduction(study, out, ran).run(["frozen-seed1"])
-    assert ran == []
+    assert run(study, out, "frozen-seed1") == []
 
 
-def test_it_goes_on_where_it_stopped(study, tmp_path):
+def test_it_resumes_where_it_stopped(study, tmp_path):
     """A run that was interrupted is trained again, a finished one is not; the attempt is noted."""
-    out, ran = tmp_path / "runs", []
-    with pytest.raises(KeyboardInterrupt):
-        reproduction(study, out, ran, fail_at=f"train {study / 'order.toml'}").run(["denoiser", "frozen-seed1"])
+    out = tmp_path / "runs"
+    ran = run(study, out, "denoiser", "frozen-seed1", stop_at=f"train {study / 'order.toml'}")
+    assert [words[0] for words in ran] == ["train"]
     (out / "frozen-seed1").mkdir()
     files.write_listed(out / "frozen-seed1", "recipe.json", "{}")  # what a training that died leaves
-    assert [arguments[0] for arguments in ran] == ["train"]
-    reproduction(study, out, ran).run(["denoiser", "frozen-seed1", "new-numbers-dev"])
-    assert [arguments[0] for arguments in ran] == ["train", "train", "evaluate", "evaluate", "evaluate"]
-    assert ran[1][-1] == "--force"
+    ran = run(study, out, "denoiser", "frozen-seed1", "new-numbers-dev")
+    assert [words[0] for words in ran] == ["train", "evaluate", "evaluate", "evaluate"]
+    assert ran[0][-1] == "--force"
     stages = json_lines(out / "results" / "study" / "stages.jsonl")
     assert [(stage["stage"], stage["finished"]) for stage in stages[:3]] == [
         ("denoiser", True),
@@ -329,21 +351,11 @@ def test_it_goes_on_where_it_stopped(study, tmp_path):
     assert read_records(out / "frozen-seed1" / "results.jsonl")[0] in read_records(out / "results" / "study.jsonl")
 
 
-def test_a_stage_leaves_the_process_as_it_was(study, tmp_path, monkeypatch):
-    """The threads that a command asks for are its own: the next one may want as many as there are."""
-    before, ran = torch.get_num_threads(), []
-    monkeypatch.setattr(cli, "_command", lambda arguments: torch.set_num_threads(before + 1))
-    reproduction(study, tmp_path / "runs", ran).run(["denoiser"])
-    assert [arguments[0] for arguments in ran] == ["train"]
-    assert torch.get_num_threads() == before
-
-
 def test_stages_at_once(study, tmp_path):
     """The same runs as one after another, to the last bit, each by a process of its own."""
-    out, said, ran = tmp_path / "runs", [], []
+    out, said = tmp_path / "runs", []
     shutil.copytree(study / "runs" / "denoiser", out / "denoiser")
-    reproduction(study, out, ran, say=said.append, jobs=2).run(["denoiser", "frozen"])
-    assert ran == []
+    reproduction(study, out, say=said.append, jobs=2).run(["denoiser", "frozen"])
     assert said[0] == "[1/3] denoiser: done before"
     assert said[1].startswith("[2/3] frozen-seed0: unmask train ")
     assert sorted(line.rpartition(" ")[0].rpartition(" ")[0] for line in said[3:5]) == [
@@ -369,7 +381,7 @@ def test_what_waits_for_what(study, tmp_path, monkeypatch):
     names = [[job.name for job in jobs] for jobs in rounds]
     assert sorted(name for found in names for name in found) == sorted(stage.name for stage in whole.stages())
     assert names[1] == ["test/denoiser", "test/joint", "test/continued"], "what needs the best of the others"
-    after = {job.name: job.after - {""} for jobs in rounds for job in jobs}
+    after = {job.name: job.after for jobs in rounds for job in jobs}
     assert after["frozen-seed1"] == {"denoiser"}
     assert after["shared-seed0"] == {"frozen-seed0", "continued"}
     assert after["test/frozen-seed0"] == {"frozen-seed0", "new-numbers-dev/frozen-seed0"}
@@ -379,25 +391,22 @@ def test_what_waits_for_what(study, tmp_path, monkeypatch):
 
 
 def test_a_changed_model_is_evaluated_anew(study, tmp_path):
-    out, ran = tmp_path / "runs", []
-    reproduction(study, out).run(["denoiser", "new-numbers-dev"])
+    out = tmp_path / "runs"
+    run(study, out, "denoiser", "new-numbers-dev")
     config = out / "denoiser" / "config.json"
     files.write_listed(config.parent, config.name, config.read_text() + "\n")
-    reproduction(study, out, ran).run(["denoiser", "new-numbers-dev"])
-    assert [arguments[0] for arguments in ran] == ["evaluate"]
+    assert [words[0] for words in run(study, out, "denoiser", "new-numbers-dev")] == ["evaluate"]
 
 
 def test_a_run_of_another_recipe_is_not_taken(study, tmp_path):
     out = tmp_path / "runs"
-    reproduction(study, out).run(["denoiser"])
+    run(study, out, "denoiser")
     recipe = (out / "denoiser" / "recipe.json").read_text()
     files.write_listed(out / "denoiser", "recipe.json", recipe.replace('"updates": 2', '"updates": 3'))
-    with pytest.raises(ValueError, match=r"another denoise\.updates: move it away, or give another --out"):
-        reproduction(study, out).run(["denoiser"])
+    with pytest.raises(UserError, match=r"another denoise\.updates: move it away, or give another --out"):
+        run(study, out, "denoiser")
     files.write_listed(out / "denoiser", "recipe.json", recipe.replace('"budgets": [', '"budgets": [7,'))
-    ran = []
-    reproduction(study, out, ran).run(["denoiser"])
-    assert ran == [], "what it says of its evaluation does not change the model"
+    assert run(study, out, "denoiser") == [], "what it says of its evaluation does not change the model"
 
 
 def test_on_the_command_line(study, tmp_path, call, refused):  # noqa: F811
@@ -409,7 +418,7 @@ def test_on_the_command_line(study, tmp_path, call, refused):  # noqa: F811
     commands = [shlex.split(line) for line in text.splitlines()]
     assert len(commands) == 22
     assert all(command[0] == "unmask" for command in commands)
-    assert [command for command in commands if BEST_OTHER in command] == commands[19:], "on test, all but the orders"
+    assert [command for command in commands if "BEST-OTHER" in command] == commands[19:], "on test, all but the orders"
     for stage, jobs in (("frozen-seed1", 1), ("frozen", 2)):
         needs = refused(*words, *sets, "--stage", stage, "--jobs", jobs)
         assert f"needs {tmp_path / 'runs' / 'denoiser'}: add --stage denoiser" in needs
@@ -483,7 +492,7 @@ def test_orders_that_would_be_taken_for_seeds_of_one_are_refused(study, tmp_path
 def test_a_baseline_that_does_not_fit_its_orders_is_refused_at_once(study, refused):  # noqa: F811
     words = ["reproduce", study / "study.toml", "--out", study / "nowhere", "--dry-run", "--set"]
     said = refused(*words, "shared-seed1:order.updates=9")
-    assert "continued has denoise.updates = 2, but as the baseline of shared-seed1 it must have 9" in said
+    assert "continued has denoise.updates = 2: as the baseline of shared-seed1 it must have 9" in said
     assert "continued is for denoiser_rate > 0" in refused(*words, "shared:order.denoiser_rate=0.0")
     path = study / "started.toml"
     path.write_text(
@@ -500,9 +509,9 @@ def test_a_baseline_that_does_not_fit_its_orders_is_refused_at_once(study, refus
 def test_the_studies_that_come_with_unmask(path):
     """Every recipe of theirs can be read, every order has a denoiser to start from, and every rule exists."""
     whole = Reproduction(*load_study(path.stem), Path("runs"), ["task.folder=data"])
-    assert all("task.folder=data" in stage.command for stage in whole.stages() if not stage.runs)
-    for name, overrides in whole.recipes.values():
-        recipe = load_recipe(name, overrides)
+    for run in whole.runs.values():
+        assert "task.folder=data" in run.overrides
+        recipe = run.recipe
         assert json.loads(recipe.to_json())["task"]["folder"] == "data"
         assert recipe.model.label
         assert recipe.evaluate.temperature == 0

@@ -68,18 +68,18 @@ def test_samples_follow_log_prob(form):
     assert_follows(observed.tolist(), expected.tolist())
 
 
-@pytest.mark.parametrize("value", [-1000.0, -80.0, 0.0, 80.0, 1000.0])
 @pytest.mark.parametrize("form", FORMS)
-def test_extreme_logits_stay_finite(form, value):
-    logits = torch.full((2, 6), value, requires_grad=True)
+def test_extreme_logits_stay_finite(form):
     masked = torch.tensor([[True] * 6, [False] * 6])
     log_q = torch.tensor([0.0, -1e-6, -3.0, -20.0, -1000.0, -0.5]).expand(2, -1)
-    kl = form.kl(log_q, logits, masked)
-    assert torch.isfinite(kl).all()
-    assert kl[1] == 0
-    kl.sum().backward()
-    assert torch.isfinite(logits.grad).all()
-    assert (logits.grad[1] == 0).all()
+    for value in (-1000.0, -80.0, 0.0, 80.0, 1000.0):
+        logits = torch.full((2, 6), value, requires_grad=True)
+        kl = form.kl(log_q, logits, masked)
+        assert torch.isfinite(kl).all(), value
+        assert kl[1] == 0
+        kl.sum().backward()
+        assert torch.isfinite(logits.grad).all(), value
+        assert (logits.grad[1] == 0).all()
 
 
 def test_nonempty_always_reveals_even_where_every_probability_underflows():

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,14 +20,14 @@ PAUSE = 0.1  # seconds between two looks at what is running
 
 
 class JobError(UserError):
-    """A job failed; the message has the last line that it wrote."""
+    """A job failed; the message has the last line that it wrote to its log."""
 
 
 class Job(NamedTuple):
     name: str
     command: list[str]
     after: frozenset[str]  # the names of the jobs that it waits for
-    log: Path  # what it writes is added here
+    log: Path | None  # its output is appended here; None: it goes where this process writes
 
 
 class Ended(NamedTuple):
@@ -38,21 +39,19 @@ class Ended(NamedTuple):
 class _Running:
     def __init__(self, job: Job) -> None:
         self.job, self.started, self.clock = job, time.time(), time.perf_counter()
-        job.log.parent.mkdir(parents=True, exist_ok=True)
-        with job.log.open("ab") as log:
-            log.write(f"$ {shlex.join(job.command)}\n".encode())
-            log.flush()
+        if job.log is not None:
+            job.log.parent.mkdir(parents=True, exist_ok=True)
+        with job.log.open("ab", buffering=0) if job.log else nullcontext() as log:
+            if log is not None:
+                log.write(f"$ {shlex.join(job.command)}\n".encode())
             # In a process group of its own: Ctrl-C goes to all of a terminal's group, and would end it unsaved.
             self.process = subprocess.Popen(
-                job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, process_group=0
+                job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log and subprocess.STDOUT, process_group=0
             )
 
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.clock
-
-    def ended(self) -> Ended:
-        return Ended(self.process.wait(), self.started, self.seconds)
 
 
 def run_jobs(
@@ -64,71 +63,55 @@ def run_jobs(
     Ctrl-C those under way get SIGTERM and are waited for; then Stopped or KeyboardInterrupt is raised.
     """
     waiting, running, failure = list(jobs), list[_Running](), ""
-    with stop_signal() as stop, _Line() as line:
+    status = Console(highlight=False).status("")  # below what is printed; nothing where there is no terminal
+
+    def show(text: str) -> None:
+        if all(one.job.log for one in running):  # else the terminal belongs to the job
+            status.update(in_markup(text))
+            status.start()
+
+    def end(one: _Running) -> int:
+        code = one.process.wait()
+        running.remove(one)
+        status.stop()
+        ended(one.job, Ended(code, one.started, one.seconds))
+        return code
+
+    with stop_signal() as stop:
         try:
             while running or (waiting and not failure):
                 for job in [] if failure else list(waiting):
                     unfinished = {other.name for other in waiting} | {other.job.name for other in running}
                     if len(running) < at_once and not job.after & unfinished:
-                        line.hide()
+                        status.stop()
                         began(job)
                         running.append(_Running(job))
                         waiting.remove(job)
                 for one in [one for one in running if one.process.poll() is not None]:
-                    running.remove(one)
-                    how = one.ended()
-                    line.hide()
-                    ended(one.job, how)
-                    failure = failure or (_failure(one.job, how.code) if how.code else "")
+                    if code := end(one):
+                        failure = failure or _failure(one.job, code)
                 if stop.came:
-                    raise Stopped("stopped by SIGTERM; the same command goes on where it stopped")
+                    raise Stopped("stopped by SIGTERM; the same command resumes it")
                 if running:
-                    line.show(_said(running, len(waiting)))
+                    times = ", ".join(
+                        f"{one.job.name} {one.seconds // 60:.0f}:{one.seconds % 60:02.0f}" for one in running
+                    )
+                    show(f"{len(running)} running: {times}" + (f"; {len(waiting)} to come" if waiting else ""))
                     time.sleep(PAUSE)
         finally:
             for one in running:
                 one.process.terminate()
-            for place, one in enumerate(running):
-                line.show(f"stopping: {len(running) - place} to be saved")
-                how = one.ended()
-                line.hide()
-                ended(one.job, how)
+            while running:
+                show(f"stopping: {len(running)} to be saved")
+                end(running[0])
+            status.stop()
     if failure:
         raise JobError(failure)
 
 
 def _failure(job: Job, code: int) -> str:
-    lines = [
-        line.strip() for line in job.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
-    ]
-    said = lines[-1].removeprefix("unmask: ")
-    return f"{job.name} failed with exit code {code}: {said} (all that it wrote is in {job.log})"
-
-
-def _said(running: Sequence[_Running], waiting: int) -> str:
-    times = ", ".join(f"{one.job.name} {one.seconds // 60:.0f}:{one.seconds % 60:02.0f}" for one in running)
-    return f"{len(running)} running: {times}" + (f"; {waiting} to come" if waiting else "")
-
-
-class _Line:
-    """A line at the bottom of the terminal; nothing where there is none."""
-
-    def __init__(self) -> None:
-        console = Console(highlight=False)
-        self.status = console.status("") if console.is_terminal else None
-
-    def __enter__(self) -> _Line:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.hide()
-
-    def show(self, text: str) -> None:
-        if self.status is not None:
-            self.status.update(in_markup(text))
-            self.status.start()
-
-    def hide(self) -> None:
-        """Before anything else is printed."""
-        if self.status is not None:
-            self.status.stop()
+    if job.log is None:
+        return f"{job.name} failed with exit code {code}: what it wrote is above"
+    lines = [line for line in job.log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    last = lines[-1].strip().removeprefix("unmask: ")
+    return f"{job.name} failed with exit code {code}: {last} (all that it wrote is in {job.log})"
