@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.decoding.small import BUILT_IN
 from tests.decoding.steps import case_of, places, random_case
-from unmask.decoding.policies import RULES, Decision, Step, parse_policy
+from unmask.decoding.policies import Decision, Step, parse_policy
 from unmask.variational.selection import Bernoulli, NonEmpty
 
 
@@ -19,8 +20,8 @@ class FromHidden:
     def __init__(self, selection):
         self.selection = selection
 
-    def __call__(self, hidden, confidences, masked, t, budget, attention_mask):
-        return 3 * hidden.sum(-1) + confidences.sum(-1) + (t / budget)[:, None]
+    def __call__(self, hidden, confidences, masked, t, max_steps, attention_mask):
+        return 3 * hidden.sum(-1) + confidences.sum(-1) + (t / max_steps)[:, None]
 
 
 NAMES = [
@@ -49,7 +50,7 @@ def policy(request):
 
 
 def test_no_rule_is_left_out():
-    assert {type(policy) for policy in POLICIES.values()} == set(RULES.values())
+    assert {type(policy) for policy in POLICIES.values()} == set(BUILT_IN.values())
 
 
 def a_step(policy, seed=50):

@@ -22,9 +22,9 @@ class LookUp:
     def __init__(self, logits, selection=None, budgets=tuple(range(1, 10))):
         self.logits, self.selection, self.budgets = logits, selection or NonEmpty(), budgets
 
-    def __call__(self, hidden, confidences, masked, t, budget, attention_mask):
+    def __call__(self, hidden, confidences, masked, t, max_steps, attention_mask):
         self.asked = {"hidden": hidden, "masked": masked, "attention_mask": attention_mask}
-        self.asked |= {"confidences": confidences, "t": t, "budget": budget}
+        self.asked |= {"confidences": confidences, "t": t, "max_steps": max_steps}
         return self.logits.expand(masked.shape)
 
 
@@ -55,7 +55,7 @@ def test_what_the_network_is_asked(make):
     decision = make(network).decide(case.step)
     asked = network.asked
     assert asked["t"].tolist() == [row.S - 1 - row.i for row in case.rows]
-    assert asked["budget"].tolist() == [row.S for row in case.rows]
+    assert asked["max_steps"].tolist() == [row.S for row in case.rows]
     for name in ("hidden", "masked", "attention_mask"):
         assert asked[name] is getattr(case.step, name)
     for row, told in zip(case.rows, asked["confidences"].tolist(), strict=True):

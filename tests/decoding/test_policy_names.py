@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.decoding.small import BUILT_IN
 from unmask.decoding.policies import (
     IID,
     P2,
     RDM,
-    RULES,
     Blocks,
     Dilated,
     Entropy,
@@ -96,9 +96,9 @@ def test_a_name_gives_the_rule_back(rule, name):
 
 
 def test_the_list_above_holds_every_rule_with_and_without_its_defaults():
-    assert {type(rule) for rule, _ in RULE_NAMES} == set(RULES.values())
+    assert {type(rule) for rule, _ in RULE_NAMES} == set(BUILT_IN.values())
     assert len({name for _, name in RULE_NAMES}) == len(RULE_NAMES)
-    for kind in RULES.values():
+    for kind in BUILT_IN.values():
         for parameter in dataclasses.fields(kind):
             if parameter.repr:
                 values = [getattr(rule, parameter.name) for rule, _ in RULE_NAMES if type(rule) is kind]
@@ -328,14 +328,14 @@ def test_a_message_is_one_line_whatever_the_text_holds():
 
 
 WORDS = [
-    *RULES,
+    *BUILT_IN,
     *("(", ")", "(", ")", ",", ",", ":", "=", " ", "\n", "-", "0", "1", "0.9", "2", "32", "nan", "inf", "1e9"),
     *("confidence=", "sampled", "max", "order=", "deterministic", "temperature=", "cap=", "network=", "cond", "x"),
 ]
 
 
 words = st.lists(st.sampled_from(WORDS), max_size=5).map("".join)
-calls = st.builds("{}({})".format, st.sampled_from(list(RULES)), st.lists(words, max_size=4).map(",".join))
+calls = st.builds("{}({})".format, st.sampled_from(list(BUILT_IN)), st.lists(words, max_size=4).map(",".join))
 
 
 @settings(max_examples=500, deadline=None, derandomize=True)
@@ -356,22 +356,21 @@ def test_any_text_is_a_rule_or_one_line(text):
 # --- what is shown of a rule ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("rule", BUILT_IN.values(), ids=BUILT_IN)
 def test_the_first_paragraph_of_a_docstring_is_one_line(rule):
     paragraph = inspect.cleandoc(rule.__doc__).split("\n\n")[0]
     assert "\n" not in paragraph
-    assert dict(listed_rules())[usage(rule)] == paragraph
+    assert (usage(rule), rule.__name__, paragraph) in listed_rules()
     assert 20 < len(paragraph) <= 112
     assert paragraph.endswith(".")
     assert not paragraph.startswith(f"{rule.__name__}(")  # the one that dataclass writes where there is none
 
 
 def test_the_list_is_read_from_the_sources():
-    assert [written for written, _ in listed_rules()] == [usage(rule) for rule in RULES.values()]
-    assert len({summary for _, summary in listed_rules()}) == len(RULES)
+    assert [name for _, name, _ in listed_rules()] == [rule.__name__ for rule in BUILT_IN.values()]
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("rule", BUILT_IN.values(), ids=BUILT_IN)
 def test_usage_shows_a_string_that_can_be_read(rule):
     shown = usage(rule).replace("ORDER", "margin").replace("INNER", "margin").replace("SIZE", "4")
     parsed = parse_policy(shown.replace("TEMPERATURE", "0.5"), NETWORK)
@@ -382,6 +381,6 @@ def test_usage_shows_a_string_that_can_be_read(rule):
 
 
 def test_short_names_are_plain():
-    for key, rule in RULES.items():
+    for key, rule in BUILT_IN.items():
         assert rule.key == key
         assert re.fullmatch(r"[a-z][a-z0-9-]*", key)

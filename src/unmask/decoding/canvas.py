@@ -107,23 +107,19 @@ def blank_canvas(
 def _rectangle(
     prompts: Tensor | Sequence[Tensor], attention_mask: Tensor | None, mask_token_id: int
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [B, L] and attention [B, L] bool."""
+    """Tokens [B, L] and attention_mask [B, L] bool."""
     if not isinstance(prompts, Sequence):
         prompts = _whole_numbers(prompts, "prompts")
         if prompts.ndim != 2 or len(prompts) == 0:
             raise UserError(f"prompts must be [B, L] with B >= 1, got shape {list(prompts.shape)}")
-        attention_mask = (
-            torch.ones_like(prompts) if attention_mask is None else torch.as_tensor(attention_mask).to(prompts.device)
-        )
-        if attention_mask.shape != prompts.shape:
-            raise UserError(
-                f"attention_mask has shape {list(attention_mask.shape)}, the prompts have {list(prompts.shape)}"
-            )
-        return prompts.clone(), attention_mask.bool()  # tokenizers give 0 and 1
+        attended = torch.as_tensor(torch.ones_like(prompts) if attention_mask is None else attention_mask)
+        if attended.shape != prompts.shape:
+            raise UserError(f"attention_mask has shape {list(attended.shape)}, the prompts have {list(prompts.shape)}")
+        return prompts.clone(), attended.to(prompts.device, torch.bool)  # tokenizers give 0 and 1
     if len(prompts) == 0:
         raise UserError("the list of prompts is empty: give at least one")
     if attention_mask is not None:
-        raise UserError("a list of prompts is padded here: leave attention out")
+        raise UserError("a list of prompts is padded here: leave attention_mask out")
     prompts = [_whole_numbers(prompt, "a prompt") for prompt in prompts]
     if any(prompt.ndim != 1 for prompt in prompts):
         raise UserError("a list of prompts holds one sequence of token ids each; give a [B, L] tensor instead")

@@ -47,7 +47,6 @@ from unmask.recipe import (
     read_toml,
     recipe_folder,
 )
-from unmask.tasks import is_own
 
 if TYPE_CHECKING:
     from unmask.evaluation.compare import Result
@@ -335,7 +334,7 @@ class Reproduction:
             words += [word for value in values for word in (option, str(value))]
         words += [word for order in against for word in ("--against", str(self.out / order))]
         words += ["--bf16"] if self.study.bf16 else []
-        words += ["--trust-task"] if is_own(self._recipe(run).task["name"]) else []  # the study's recipe names it
+        words += ["--trust-task"] if self._recipe(run).own_code else []  # the study's recipe names it
         command = self._on_device(["evaluate", str(self.out / run), *words])
         return Stage("/".join([split.split, run, *([part] if part else [])]), (split.split,), command, (run, *against))
 
