@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -132,27 +132,33 @@ class Engine:
         on_finished: Callable[[int], None] = lambda sequences: None,
     ) -> Generation:
         """As `unmask.generate`."""
-        # Inference mode launches kernels faster.  Its tensors cannot take part in training: what leaves are copies, and
-        # a model that might keep one for later, such as a table that it fills in when it first needs it, goes without.
-        # A class speaks for itself, not for those derived from it.
+        # Inference mode launches kernels faster.  Its tensors cannot take part in training, so a model that might keep
+        # one, such as a table that it fills in when it first needs it, runs without.  A class that says so does not
+        # speak for those derived from it.
         keeps_nothing = vars(type(self.denoiser)).get("keeps_no_tensors", False)
         seed = _whole_number("seed", seed)
-        with torch.inference_mode() if keeps_nothing else torch.no_grad():
-            result = self._generate(prompts, seed, ids, attention_mask, on_finished)
-        copies: dict[str, Any] = {name: value.clone() for name, value in vars(result).items() if torch.is_tensor(value)}
-        return replace(result, **copies)
-
-    def _generate(
-        self,
-        prompts: Tensor | Sequence[Tensor],
-        seed: int,
-        ids: Tensor | None,
-        attention_mask: Tensor | None,
-        on_finished: Callable[[int], None],
-    ) -> Generation:
         mask, size = self.denoiser.mask_token_id, getattr(self.denoiser, "vocab_size", None)
-        whole = blank_canvas(prompts, attention_mask, ids, mask, None if size is None else max(size, mask + 1))
-        self.policy.check(self.max_steps, whole.num_response)
+        with torch.inference_mode() if keeps_nothing else torch.no_grad():
+            whole = blank_canvas(prompts, attention_mask, ids, mask, None if size is None else max(size, mask + 1))
+            self.policy.check(self.max_steps, whole.num_response)
+            passes, forwards, kept = self._write(whole, seed, on_finished)
+        # Made outside of it, what follows are ordinary tensors.
+        attended = torch.ones_like(whole.response) if whole.attention_mask is None else whole.attention_mask
+        positions = whole.column.argsort(-1)  # [B, L]: where each place of the prompts stands in the canvas
+        return Generation(
+            tokens=whole.tokens.gather(-1, positions),
+            reveal_step=whole.reveal_step.gather(-1, positions),
+            revisions=whole.revisions.gather(-1, positions),
+            num_steps=whole.index.clone(),
+            num_passes=whole.index * passes,
+            nothing_selected=whole.nothing_selected.clone(),
+            attention_mask=attended.gather(-1, positions),
+            num_forwards=forwards,
+            memory_bytes=kept,
+        )
+
+    def _write(self, whole: Canvas, seed: int, on_finished: Callable[[int], None]) -> tuple[int, int, int]:
+        """Write all sequences.  Passes per step, denoiser rows evaluated, and what the rule kept in bytes."""
         sizes, total = whole.num_response.tolist(), len(whole)
         stepper, active = self._start(whole, seed)
         # What the host knows of each row of the batch: the sequence that it holds, None if it idles, and its steps.
@@ -189,19 +195,7 @@ class Engine:
                 active = active.take(active.live.nonzero()[:, 0])
                 steps = [step for step, row in zip(steps, rows, strict=True) if row is not None]
                 rows = [row for row in rows if row is not None]
-        attended = torch.ones_like(whole.response) if whole.attention_mask is None else whole.attention_mask
-        positions = whole.column.argsort(-1)  # [B, L]: where each place of the prompts stands in the canvas
-        return Generation(
-            tokens=whole.tokens.gather(-1, positions),
-            reveal_step=whole.reveal_step.gather(-1, positions),
-            revisions=whole.revisions.gather(-1, positions),
-            num_steps=whole.index,
-            num_passes=whole.index * stepper.passes,
-            nothing_selected=whole.nothing_selected,
-            attention_mask=attended.gather(-1, positions),
-            num_forwards=forwards,
-            memory_bytes=kept,
-        )
+        return stepper.passes, forwards, kept
 
     def _start(self, whole: Canvas, seed: int) -> tuple[Stepper, Canvas]:
         """The first batch, and what takes it further."""

@@ -8,24 +8,9 @@ from dataclasses import KW_ONLY, dataclass, field
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.rule import (
-    ConfidenceKind,
-    Decision,
-    Policy,
-    Step,
-    as_text,
-    descending,
-    first,
-    highest,
-    require,
-)
-from unmask.decoding.policies.scheduled import (
-    LeftToRight,
-    Ranked,
-    TopProbability,
-    check_confidence,
-    confidence_read,
-)
+from unmask.decoding.policies.rule import ConfidenceKind, Decision, Policy, Step, as_text, descending, first, highest
+from unmask.decoding.policies.scheduled import LeftToRight, Ranked, TopProbability, check_confidence, confidence_read
+from unmask.errors import require
 
 
 def rounding(values: Tensor) -> float:

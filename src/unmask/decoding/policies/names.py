@@ -18,7 +18,7 @@ from unmask.decoding.policies.rule import (
     default_of,
     parameters_of,
 )
-from unmask.errors import UserError, did_you_mean
+from unmask.errors import UserError, did_you_mean, require
 from unmask.own_code import import_class
 
 _OWN = r"[\w.-]+:[A-Za-z_]\w*"  # "module:Class", and also `rdm:linear`
@@ -31,8 +31,7 @@ def own_rules(text: str) -> list[str]:
 
 def parse_policy(text: str, network: SelectorNetwork | None = None) -> Policy:
     """The rule that `text` names.  `network` is the selector of the rules that need one."""
-    if text.count("(") > 8:
-        raise UserError(f"cannot read a policy with {text.count('(')} brackets: no rule nests so deep")
+    require(text.count("(") <= 8, f"cannot read a policy with {text.count('(')} brackets: no rule nests so deep")
     rule, arguments = _rule_and_arguments(text)
     values: dict[str, Any] = {}
     if issubclass(rule, NetworkPolicy):
@@ -48,19 +47,17 @@ def parse_policy(text: str, network: SelectorNetwork | None = None) -> Policy:
         name, equals, value = (part.strip() for part in argument.partition("="))
         # `deterministic` alone sets a switch; an `=` inside brackets belongs to a rule in there.
         if not re.fullmatch(r"[a-z_]+", name) or (not equals and types.get(name) is not bool):
-            if place >= len(positional):
-                raise UserError(f"{text!r}: {usage(rule)} has no place for {argument!r}")
+            require(place < len(positional), f"{text!r}: {usage(rule)} has no place for {argument!r}")
             name, value = positional[place], argument
         elif not equals:
             value = "true"
-        if name not in [parameter.name for parameter in parameters]:
-            raise UserError(f"{text!r}: {rule.key} has no parameter {name!r}; write it as {usage(rule)}")
-        if name in values:
-            raise UserError(f"{text!r}: {name} is given twice")
+        known = name in [parameter.name for parameter in parameters]
+        require(known, f"{text!r}: {rule.key} has no parameter {name!r}; write it as {usage(rule)}")
+        require(name not in values, f"{text!r}: {name} is given twice")
         values[name] = _value(value, types[name], f"{text!r}: {name}", network)
     required = [parameter.name for parameter in parameters if default_of(parameter) is MISSING]
-    if missing := [name for name in required if name not in values]:
-        raise UserError(f"{text!r}: {' and '.join(missing)} missing; write it as {usage(rule)}")
+    missing = [name for name in required if name not in values]
+    require(not missing, f"{text!r}: {' and '.join(missing)} missing; write it as {usage(rule)}")
     try:
         return rule(**values)
     except ValueError as error:
@@ -96,8 +93,7 @@ def _rule_and_arguments(text: str) -> tuple[type[Policy], list[str]]:
     if match is None:
         raise UserError(f"cannot read the policy {text!r}: write it as margin, threshold:0.9 or blocks(32,margin)")
     key, single, several = match.groups()
-    if key not in RULES:
-        raise UserError(f"unknown policy {key!r}; {did_you_mean(key, RULES)}choose from {', '.join(RULES)}")
+    require(key in RULES, f"unknown policy {key!r}; {did_you_mean(key, RULES)}choose from {', '.join(RULES)}")
     return RULES[key], [single.strip()] if single is not None else _split(several or "", text)
 
 
@@ -112,8 +108,7 @@ def _split(arguments: str, text: str) -> list[str]:
             parts.append("")
         else:
             parts[-1] += letter
-    if depth != 0:
-        raise UserError(f"cannot read the policy {text!r}: its brackets do not match")
+    require(depth == 0, f"cannot read the policy {text!r}: its brackets do not match")
     return [part.strip() for part in parts] if arguments.strip() else []
 
 
@@ -123,8 +118,7 @@ def _value(text: str, wanted: Any, what: str, network: SelectorNetwork | None) -
         return text
     if get_origin(wanted) is Literal or wanted is bool:
         choices = {"true": True, "false": False} if wanted is bool else {choice: choice for choice in get_args(wanted)}
-        if text not in choices:
-            raise UserError(f"{what} must be {' or '.join(choices)}, got {text!r}")
+        require(text in choices, f"{what} must be {' or '.join(choices)}, got {text!r}")
         return choices[text]
     if wanted in (int, float):
         try:
@@ -132,7 +126,6 @@ def _value(text: str, wanted: Any, what: str, network: SelectorNetwork | None) -
         except ValueError:
             kind = "a whole number" if wanted is int else "a number"
             raise UserError(f"{what} must be {kind}, got {text!r}") from None
-        if wanted is int and abs(number) >= 2**31:
-            raise UserError(f"{what} must be below 2^31, got {text!r}")
+        require(wanted is float or abs(number) < 2**31, f"{what} must be below 2^31, got {text!r}")
         return number
     return parse_policy(text, network)

@@ -8,16 +8,9 @@ from dataclasses import KW_ONLY, dataclass, field
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.rule import (
-    Decision,
-    NetworkPolicy,
-    ScoringNetwork,
-    SelectorNetwork,
-    Step,
-    highest,
-    require,
-)
+from unmask.decoding.policies.rule import Decision, NetworkPolicy, ScoringNetwork, SelectorNetwork, Step, highest
 from unmask.decoding.policies.scheduled import check_temperature
+from unmask.errors import require
 from unmask.variational.selection import Bernoulli, NonEmpty
 
 

@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.rule import Decision, Policy, Step, highest, require
+from unmask.decoding.policies.rule import Decision, Policy, Step, highest
+from unmask.errors import require
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unmask.decoding.confidence import FEATURES, Confidence, features
 from unmask.decoding.schedules import reveal_count
-from unmask.errors import UserError
+from unmask.errors import UserError, require
 from unmask.variational.selection import Selection
 
 ConfidenceKind = Literal["max", "sampled"]  # c_n = max_v p_n(v), or p_n(x_n) of the token proposed
@@ -192,9 +192,3 @@ def highest(score: Tensor, among: Tensor, count: Tensor) -> Tensor:
     """[b, L] bool: the `count` [b] positions `among` [b, L] with the largest score, ties to the leftmost."""
     lowest = torch.finfo(score.dtype).min  # a position that counts is above all others, even with a score of -inf
     return among & first(descending(score.clamp(min=lowest), among), count)
-
-
-def require(condition: bool, message: str) -> None:
-    """Parameters out of range, in one line."""
-    if not condition:
-        raise UserError(message)

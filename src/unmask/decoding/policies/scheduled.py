@@ -12,17 +12,8 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.rule import (
-    ConfidenceKind,
-    Decision,
-    Policy,
-    Step,
-    as_text,
-    descending,
-    first,
-    highest,
-    require,
-)
+from unmask.decoding.policies.rule import ConfidenceKind, Decision, Policy, Step, as_text, descending, first, highest
+from unmask.errors import require
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.rule import Decision, NetworkPolicy, Policy, Step, require
+from unmask.decoding.policies.rule import Decision, NetworkPolicy, Policy, Step
+from unmask.errors import require
 
 
 @dataclass(frozen=True)
