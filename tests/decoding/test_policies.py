@@ -24,19 +24,10 @@ class FromHidden:
         return 3 * hidden.sum(-1) + confidences.sum(-1) + (t / max_steps)[:, None]
 
 
-NAMES = [
-    *("iid", "top-prob", "top-prob(confidence=sampled)", "margin", "entropy", "left-to-right"),
-    *("stochastic(margin,0.5)", "stochastic(top-prob(confidence=sampled),0.5)"),
-    *(
-        "threshold:0.7",
-        "threshold(0.7,paced)",
-        "threshold(0.7,confidence=sampled)",
-        "factor",
-        "factor(1,confidence=sampled)",
-    ),
-    *("eb:0.5", "eb(0.5,order=margin)", "eb(0.5,order=entropy)"),
-    *("klass(0.5,0.5,1)", "klass(0.5,0.5,1,confidence=sampled)", "dus"),
-    *("blocks(3,iid)", "blocks(3,entropy)", "blocks(3,dus)", "blocks(3,klass(0.5,0.5,1))"),
+NAMES = [  # every rule, and those of its parameters that take another way through its code
+    *("iid", "top-prob", "margin", "entropy", "left-to-right", "stochastic(top-prob(confidence=sampled),0.5)"),
+    *("threshold(0.7,paced)", "factor(1,confidence=sampled)", "eb(0.5,order=margin)", "klass(0.5,0.5,1)", "dus"),
+    *("blocks(3,iid)", "blocks(3,klass(0.5,0.5,1))"),
     *("rdm", "rdm(linear,cond)", "p2", "remdm-cap:0.4", "remdm-rescale:0.4", "remdm-conf"),
     *("learned", "learned(temperature=0.5,floor=0.1,cap=2)", "learned(deterministic)", "lo-arm", "reward"),
 ]

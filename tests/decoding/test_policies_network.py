@@ -78,7 +78,7 @@ def test_a_budget_that_it_was_not_trained_for(make):
 # --- learned ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shift", [-4.0, 0.0, 2.0])
+@pytest.mark.parametrize("shift", [-4.0, 2.0])
 @pytest.mark.parametrize(
     ("temperature", "floor", "cap"),
     [(1.0, 0.0, 0), (0.4, 0.0, 0), (3.0, 0.0, 0), (1.0, 0.2, 0), (1.0, 0.0, 1), (1.0, 0.0, 3), (0.5, 0.1, 2)],
@@ -101,8 +101,8 @@ def test_learned_bernoulli(shift, temperature, floor, cap):
 
 
 @pytest.mark.parametrize("selection", [Bernoulli(), NonEmpty()], ids=["bernoulli", "nonempty"])
-@pytest.mark.parametrize("shift", [-1.5, 0.0, 3.0])
-@pytest.mark.parametrize(("floor", "cap"), [(0.0, 0), (0.3, 0), (0.6, 0), (0.0, 2), (0.6, 2)])
+@pytest.mark.parametrize("shift", [-1.5, 3.0])
+@pytest.mark.parametrize(("floor", "cap"), [(0.0, 0), (0.3, 0), (0.6, 2)])
 def test_learned_deterministic(selection, shift, floor, cap):
     """p >= 1/2, equality included, whatever the form and the draws; none: the most probable, counted."""
     for case in CASES:
@@ -141,7 +141,7 @@ def subsets(p):
     return law
 
 
-@pytest.mark.parametrize("shift", [-6.0, -1.0, 1.0])
+@pytest.mark.parametrize("shift", [-6.0, 1.0])
 @pytest.mark.parametrize(
     ("temperature", "floor", "cap"), [(1.0, 0.0, 0), (0.5, 0.0, 0), (1.0, 0.25, 0), (1.0, 0.0, 2), (2.0, 0.1, 1)]
 )
@@ -194,8 +194,8 @@ def test_one_at_a_time_is_one():
 # --- reward-trained ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shift", [-4.0, 0.0, 2.0])
-@pytest.mark.parametrize("temperature", [1.0, 0.3, 4.0])
+@pytest.mark.parametrize("shift", [-4.0, 2.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
 def test_reward_trained(shift, temperature):
     """r_n ~ Bern(sigmoid(b_n / temperature)), whatever form a selector would have; none: the most probable, counted."""
     fell_back = 0

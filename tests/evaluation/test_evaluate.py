@@ -543,7 +543,7 @@ def test_an_unknown_policy_lists_the_known():
         match=r"unknown policy 'tob-prob'; did you mean 'top-prob'\? choose from iid, top-prob, margin, .*learned",
     ) as caught:
         policy_named("tob-prob", small_model())
-    assert str(caught.value).endswith(f"choose from {', '.join(RULES)}")
+    assert str(caught.value).endswith(f"choose from {', '.join(RULES)}, or give your own 'module:Class'")
     assert "\n" not in str(caught.value)
 
 

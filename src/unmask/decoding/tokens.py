@@ -12,7 +12,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from unmask.errors import require
+from unmask.errors import UserError, require
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class TokenChoice:
         """
         if self.temperature == 0:
             return logits.argmax(-1)
-        assert uniforms is not None
+        if uniforms is None:
+            raise UserError("sampling needs uniforms")
         logits = logits.double()
         # Relative to the most probable before the division, or a tiny temperature takes every token to -inf.
         p = ((logits - logits.amax(-1, keepdim=True)) / self.temperature).softmax(-1)

@@ -38,10 +38,8 @@ EDGE = 1 / 20  # e
 
 def parse_teacher(text: str) -> Policy:
     """The rule, or UserError: it must reveal what the denoiser is sure of, by what the selector reads."""
-    rule = None
-    try:
-        if not own_rules(text):  # which would import code that a run folder names
-            rule = parse_policy(text, network=cast(SelectorNetwork, object()))
+    try:  # a run folder may name a teacher: no code of the user's own is imported
+        rule = None if own_rules(text) else parse_policy(text, network=cast(SelectorNetwork, object()))
     except UserError as error:
         raise UserError(f"teacher = {text!r}: {error}") from None
     if not isinstance(rule, Threshold | Factor | EntropyBounded) or not rule.reads <= FEATURES:

@@ -93,7 +93,8 @@ def _rule_and_arguments(text: str) -> tuple[type[Policy], list[str]]:
     if match is None:
         raise UserError(f"cannot read the policy {text!r}: write it as margin, threshold:0.9 or blocks(32,margin)")
     key, single, several = match.groups()
-    require(key in RULES, f"unknown policy {key!r}; {did_you_mean(key, RULES)}choose from {', '.join(RULES)}")
+    nearest, known = did_you_mean(key, RULES), ", ".join(RULES)
+    require(key in RULES, f"unknown policy {key!r}; {nearest}choose from {known}, or give your own 'module:Class'")
     return RULES[key], [single.strip()] if single is not None else _split(several or "", text)
 
 
