@@ -69,7 +69,7 @@ from unmask.decoding.policies import Decision, Policy
 
 @dataclass(frozen=True)
 class Clear(Policy):
-    key = "clear-own"
+    key = "ownrule"
     gap: float = 0.5
     note: str = ""
 
@@ -90,35 +90,35 @@ number = 3
 @pytest.fixture
 def own_module(tmp_path, monkeypatch):
     """A module in the current folder."""
-    (tmp_path / "own_rule.py").write_text(OWN_RULE, encoding="utf-8")
+    (tmp_path / "ownrule.py").write_text(OWN_RULE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     yield
-    RULES.pop("clear-own", None)
-    sys.modules.pop("own_rule", None)
+    RULES.pop("ownrule", None)
+    sys.modules.pop("ownrule", None)
 
 
 def test_a_rule_by_its_module_and_class(own_module):
-    assert own_rules("blocks(2,own_rule:Clear(0.3))") == ["own_rule:Clear"]
+    assert own_rules("blocks(2,ownrule:Clear(0.3))") == ["ownrule:Clear"]
     assert own_rules("blocks(2,rdm:linear)") == own_rules("top-prob:confidence=sampled") == []
-    assert "own_rule" not in sys.modules, "a name alone imports nothing"
-    rule = parse_policy("own_rule:Clear(0.3,note=why)")
+    assert "ownrule" not in sys.modules, "a name alone imports nothing"
+    rule = parse_policy("ownrule:Clear(0.3,note=why)")
     assert (type(rule).__name__, rule.gap, rule.note) == ("Clear", 0.3, "why")
-    assert parse_policy("blocks(2, own_rule:Clear)").inner.gap == 0.5
-    assert parse_policy(type(rule)(0.3).name) == parse_policy("clear-own(0.3,)") == type(rule)(0.3)
-    assert generate(DENOISER, PROMPTS, "own_rule:Clear", 4).num_steps.tolist() == [1] * len(PROMPTS)
+    assert parse_policy("blocks(2, ownrule:Clear)").inner.gap == 0.5
+    assert parse_policy(type(rule)(0.3).name) == parse_policy("ownrule(0.3,)") == type(rule)(0.3)
+    assert generate(DENOISER, PROMPTS, "ownrule:Clear", 4).num_steps.tolist() == [1] * len(PROMPTS)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("nowhere_at_all:Clear", "policy 'nowhere_at_all:Clear' cannot be imported: No module named 'nowhere_at_all'"),
-        ("own_rule:Other", "policy 'own_rule:Other' cannot be imported: module 'own_rule' has no attribute 'Other'"),
+        ("ownrule:Other", "policy 'ownrule:Other' cannot be imported: module 'ownrule' has no attribute 'Other'"),
         ("own-rule:Clear", "policy 'own-rule:Clear': write a policy of your own as module:Class"),
-        ("own_rule:number", "must be a dataclass derived from unmask.policies.Policy, with a key"),
-        ("own_rule:Keyless", "must be a dataclass derived from unmask.policies.Policy, with a key"),
-        ("own_rule:Clear(-1)", "policy 'own_rule:Clear(-1)': gap must not be negative"),
-        ("own_rule:Clear(gp=1)", "clear-own has no parameter 'gp'; write it as clear-own(0.5,)"),
+        ("ownrule:number", "must be a dataclass derived from unmask.policies.Policy, with a key"),
+        ("ownrule:Keyless", "must be a dataclass derived from unmask.policies.Policy, with a key"),
+        ("ownrule:Clear(-1)", "policy 'ownrule:Clear(-1)': gap must not be negative"),
+        ("ownrule:Clear(gp=1)", "ownrule has no parameter 'gp'; write it as ownrule(0.5,)"),
     ],
 )
 def test_a_rule_that_cannot_be_used_by_its_module_and_class(own_module, text, message):

@@ -26,7 +26,8 @@ _OWN = r"[\w.-]+:[A-Za-z_]\w*"  # "module:Class", and also `rdm:linear`
 
 def own_rules(text: str) -> list[str]:
     """Each "module:Class" in a policy: to parse the policy is to import these modules and run their code."""
-    return [name for name in re.findall(_OWN, text) if name.partition(":")[0] not in RULES]
+    built_in = {key for key, rule in RULES.items() if rule.__module__.startswith("unmask.")}
+    return [name for name in re.findall(_OWN, text) if name.partition(":")[0] not in built_in]
 
 
 def parse_policy(text: str, network: SelectorNetwork | None = None) -> Policy:
