@@ -10,8 +10,10 @@ import pytest
 from tests.test_bad_input import call
 from tests.training.small import TINY_RECIPE
 from unmask import files
+from unmask.errors import UserError
 from unmask.recipe import load_recipe
 from unmask.training.run import train
+from unmask.training.teacher import parse_teacher
 
 HELPER = """
 from dataclasses import dataclass
@@ -73,3 +75,19 @@ def test_a_run_that_is_resumed_imports_only_what_the_user_names(somebody_elses, 
     assert call("train", "tiny.toml", "--out", ".", "--cpu") == 2
     assert "was begun with another recipe: task.name = 'groups'" in capsys.readouterr().err
     assert not Path("imported").exists()
+
+
+def test_a_rule_of_a_run_is_imported_only_if_trusted(somebody_elses, capsys):
+    values = json.loads(Path("recipe.json").read_text())
+    name, values["task"]["name"] = values["task"]["name"], "groups"
+    values["evaluate"]["policies"] = [f"blocks(2,{name}(1))"]
+    files.write_listed(Path(), "recipe.json", json.dumps(values))
+    assert call("evaluate", ".", "--cpu") == 2
+    said = capsys.readouterr().err
+    assert all(part in said for part in ("helper_task:Helper'", str(somebody_elses), "--trust-task"))
+    assert not Path("imported").exists()
+    assert call("evaluate", ".", "--cpu", "--trust-task") == 2
+    assert "must be a dataclass derived from unmask.policies.Policy" in capsys.readouterr().err
+    assert Path("imported").exists()
+    with pytest.raises(UserError, match="cannot teach"):
+        parse_teacher(f"{name}(0.9)")

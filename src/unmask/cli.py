@@ -56,7 +56,10 @@ Run = Annotated[Path, typer.Argument(help="Folder of a finished run.", show_defa
 
 TrustTask = Annotated[
     bool,
-    typer.Option("--trust-task", help="Import the run's task if it is a module of your own, which runs its code."),
+    typer.Option(
+        "--trust-task",
+        help="Import the task and the rules of your own that the run's recipe names, which runs their code.",
+    ),
 ]
 Split = Annotated[
     str | None,
@@ -391,14 +394,15 @@ def policies() -> None:
     """List every unmasking rule with its parameters and defaults: what --policy takes."""
     from unmask.rule_list import listed_rules
 
-    for usage, summary in listed_rules():
-        say(f"{usage:<33} {summary}")
+    for usage, rule, summary in listed_rules():
+        say(f"{usage:<33} {rule:<14} {summary}")
     say(
         "\nA rule is written as its name alone (margin), with one value (threshold:0.9), or with several\n"
-        "(klass(0.9,0.01,2), eb(0.1,order=margin), blocks(32,stochastic(margin,0.5))).\n"
+        "(klass(0.9,0.01,2), eb(0.1,order=margin), blocks(32,stochastic(margin,0.5))).  In Python it is the class\n"
+        "beside it: unmask.policies.Threshold(0.9).  One of your own is written module:Class or module:Class(0.9).\n"
         "learned, lo-arm and reward decide by the run's own selector; the last two are decoding rules only,\n"
         "and it was not trained for them.\n"
-        "i: step from 0, S: budget of steps, N: size of the response, M: its masks, H_n: entropy,\n"
+        "i: step from 0, S: the most steps, N: size of the response, M: its masks, H_n: entropy,\n"
         "k_i: N div S, one more for the first N mod S steps, p_n: the denoiser's distribution at n, x_n: the token\n"
         "proposed there, c_n: its largest probability (confidence=sampled: that of x_n)."
     )

@@ -10,6 +10,12 @@ class UserError(ValueError):
     """A mistake that the user can mend.  Its message is one line that says how; any other exception is a bug."""
 
 
+def require(condition: bool, message: str) -> None:
+    """UserError unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
 def did_you_mean(wrong: str, right: Iterable[str]) -> str:
     """`did you mean 'x'? ` with a space behind it, or nothing where no right name is near."""
     nearest = difflib.get_close_matches(wrong, list(right), n=1, cutoff=0.5)

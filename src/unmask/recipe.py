@@ -24,7 +24,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from unmask.display import say
 from unmask.errors import UserError, did_you_mean
 from unmask.jsonl import parse_json
-from unmask.tasks import is_own, make_task, task_class
+from unmask.own_code import is_own
+from unmask.tasks import make_task, task_class
 
 MOST_STEPS = 65_536  # of generation: one per token of the longest sequence that a task here may have
 MOST_EXAMPLES = 1_000_000  # of an evaluation
@@ -208,13 +209,19 @@ class EvaluateRecipe:
         _at_least(self, 0, "temperature")
         if not all(1 <= budget <= MOST_STEPS for budget in self.budgets):
             raise UserError(f"budgets must be between 1 and {MOST_STEPS:,}, got {list(self.budgets)}")
-        from unmask.decoding.policies import check_policy  # here, because it imports torch and `--help` must not
+        from unmask.decoding.policies import own_rules  # here, because it imports torch and `--help` must not
 
-        for policy in self.policies:
-            try:
-                check_policy(policy)
-            except UserError as error:
-                raise RecipeError(f"evaluate.policies: {error}") from None
+        _check_policies([policy for policy in self.policies if not own_rules(policy)])
+
+
+def _check_policies(policies: Sequence[str]) -> None:
+    from unmask.decoding.policies import check_policy
+
+    for policy in policies:
+        try:
+            check_policy(policy)
+        except UserError as error:
+            raise RecipeError(f"evaluate.policies: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -268,6 +275,14 @@ class Recipe:
         if not (self.init or self.model.causal) and not self.model.shape_given:
             raise UserError("[model] has no shape: give a size such as '34m', or width, layers, heads and intermediate")
 
+    @property
+    def own_code(self) -> list[str]:
+        """Each "module:Class" that it names, the task or a rule: to use it is to import the module and run its code."""
+        from unmask.decoding.policies import own_rules
+
+        names = [str(self.task["name"])] if is_own(str(self.task["name"])) else []
+        return [*names, *(name for policy in self.evaluate.policies for name in own_rules(policy))]
+
     def to_toml(self) -> str:
         """The recipe with every value written out, itself a recipe."""
         return "\n".join(_toml(dataclasses.asdict(self))).strip() + "\n"
@@ -277,7 +292,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, text: str) -> Recipe:
-        """What `to_json` wrote.  A task of the user's own is taken as it was written: its module is not imported."""
+        """What `to_json` wrote.  Tasks and rules of the user's own are taken as they stand: nothing is imported."""
         return build(cls, parse_json(text), "recipe")
 
 
@@ -365,6 +380,8 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if isinstance(task, dict) and task.get("name") != name_in_file:
         _drop_options(task, kept={override.partition("=")[0].strip() for override in overrides})
     recipe: Recipe = build(Recipe, values, "recipe")
+    if recipe.own_code:
+        _check_policies(recipe.evaluate.policies)
     own = is_own(str(recipe.task["name"]))
     return dataclasses.replace(recipe, task=_resolved_task(**recipe.task)) if own else recipe
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unmask.decoding.generate import Generation
-from unmask.decoding.policies import Blocks, Policy, parse_policy
+from unmask.decoding.policies import RULES, Blocks, Policy, parse_policy
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser, Selector, SelectorConfig
 from unmask.variational.selection import Bernoulli, NonEmpty, Selection
@@ -127,6 +127,7 @@ class TabularSelector:
 
 # --- every rule -------------------------------------------------------------------------------------------------------
 
+BUILT_IN = {key: rule for key, rule in RULES.items() if rule.__module__.startswith("unmask.")}  # tests define others
 BUDGETS = (1, 3, 6, 13)  # that the selectors were "trained" for; the last is longer than every response below
 NONEMPTY = ReadsFirst(small_selector(BUDGETS, NonEmpty()))
 BERNOULLI = ReadsFirst(small_selector(BUDGETS, Bernoulli()))

@@ -8,6 +8,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from tests.decoding.small import (
+    BUILT_IN,
     MASK,
     POLICIES,
     PROMPTS,
@@ -21,7 +22,7 @@ from tests.decoding.small import (
     small_denoiser,
 )
 from unmask.decoding.generate import generate
-from unmask.decoding.policies import RULES, Blocks, Learned, Ranked, RewardTrained
+from unmask.decoding.policies import Blocks, Learned, Ranked, RewardTrained
 from unmask.rng import Purpose, uniforms
 
 DENOISER = small_denoiser()
@@ -45,7 +46,7 @@ def policy(request):
 
 
 def test_every_rule_is_here():
-    assert {policy.key for policy in POLICIES.values()} == set(RULES)
+    assert {policy.key for policy in POLICIES.values()} == set(BUILT_IN)
 
 
 def expected_projections(policy, response, before, after, decided):

@@ -1,5 +1,7 @@
-"""Rules of others: whatever they read, and what they forget to declare."""
+"""Rules of others: how they are named, whatever they read, and what they forget to declare."""
 
+import re
+import sys
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,8 +10,9 @@ import torch
 from tests.decoding.small import MASK, PROMPTS, all_results, small_denoiser
 from unmask.decoding.confidence import Confidence
 from unmask.decoding.generate import generate
-from unmask.decoding.policies import Decision, Policy
+from unmask.decoding.policies import RULES, Decision, Policy, own_rules, parse_policy
 from unmask.decoding.policies.rule import highest
+from unmask.errors import UserError
 
 DENOISER = small_denoiser()
 
@@ -58,6 +61,78 @@ class Doubts(Policy):
         assert ((log_p <= 0) & torch.isfinite(log_p))[revealed].all()
         one = torch.ones_like(step.index)
         return Decision(highest(-step.place().double(), step.masked, step.count() + 1), highest(-log_p, revealed, one))
+
+
+OWN_RULE = """
+from dataclasses import dataclass
+from unmask.decoding.policies import Decision, Policy
+
+@dataclass(frozen=True)
+class Clear(Policy):
+    key = "ownrule"
+    gap: float = 0.5
+    note: str = ""
+
+    def __post_init__(self):
+        if self.gap < 0:
+            raise ValueError("gap must not be negative")
+
+    def decide(self, step):
+        return Decision(step.masked)
+
+class Keyless(Policy):
+    pass
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    """A module in the current folder."""
+    (tmp_path / "ownrule.py").write_text(OWN_RULE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    yield
+    RULES.pop("ownrule", None)
+    sys.modules.pop("ownrule", None)
+
+
+def test_a_rule_by_its_module_and_class(own_module):
+    assert own_rules("blocks(2,ownrule:Clear(0.3))") == ["ownrule:Clear"]
+    assert own_rules("blocks(2,rdm:linear)") == own_rules("top-prob:confidence=sampled") == []
+    assert "ownrule" not in sys.modules, "a name alone imports nothing"
+    rule = parse_policy("ownrule:Clear(0.3,note=why)")
+    assert (type(rule).__name__, rule.gap, rule.note) == ("Clear", 0.3, "why")
+    assert parse_policy("blocks(2, ownrule:Clear)").inner.gap == 0.5
+    assert parse_policy(type(rule)(0.3).name) == parse_policy("ownrule(0.3,)") == type(rule)(0.3)
+    assert generate(DENOISER, PROMPTS, "ownrule:Clear", 4).num_steps.tolist() == [1] * len(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nowhere_at_all:Clear", "policy 'nowhere_at_all:Clear' cannot be imported: No module named 'nowhere_at_all'"),
+        ("ownrule:Other", "policy 'ownrule:Other' cannot be imported: module 'ownrule' has no attribute 'Other'"),
+        ("own-rule:Clear", "policy 'own-rule:Clear': write a policy of your own as module:Class"),
+        ("ownrule:number", "must be a dataclass derived from unmask.policies.Policy, with a key"),
+        ("ownrule:Keyless", "must be a dataclass derived from unmask.policies.Policy, with a key"),
+        ("ownrule:Clear(-1)", "policy 'ownrule:Clear(-1)': gap must not be negative"),
+        ("ownrule:Clear(gp=1)", "ownrule has no parameter 'gp'; write it as ownrule(0.5,)"),
+    ],
+)
+def test_a_rule_that_cannot_be_used_by_its_module_and_class(own_module, text, message):
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        parse_policy(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_names_one_rule():
+    """Records know a rule by its key."""
+    with pytest.raises(UserError, match="Another: the key 'margin' is that of Margin: choose another"):
+        type("Another", (Policy,), {"key": "margin"})
+    again = [type("Again", (Policy,), {"key": "again"}) for _ in range(2)]
+    assert RULES.pop("again") is again[1], "a class that is defined again, in a notebook, replaces itself"
 
 
 def laid_out_alike(policy):

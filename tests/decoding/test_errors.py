@@ -21,7 +21,7 @@ from tests.decoding.small import (
     small_selector,
 )
 from unmask.decoding.generate import Engine, generate
-from unmask.decoding.policies import IID, Decision, Learned, Policy, Step, parse_policy
+from unmask.decoding.policies import IID, Decision, Learned, Policy, Step, Threshold, parse_policy
 from unmask.models.networks import Selector, SelectorConfig
 
 DENOISER = small_denoiser()
@@ -58,7 +58,7 @@ def test_no_prompts():
 
 
 def test_a_list_is_padded_by_generate_itself():
-    refused("leave attention out", list(PROMPTS), IID(), 3, attention_mask=torch.ones(2, 4, dtype=torch.bool))
+    refused("leave attention_mask out", list(PROMPTS), IID(), 3, attention_mask=torch.ones(2, 4, dtype=torch.bool))
 
 
 def test_ids_that_do_not_fit_the_prompts():
@@ -159,9 +159,15 @@ def test_a_number_of_steps_must_be_given():
     generate(DENOISER, PROMPTS, IID(), 3, batch_size=None)
 
 
-@pytest.mark.parametrize("policy", ["iid", IID, None, IID().decide], ids=["name", "class", "none", "function"])
-def test_a_rule_is_an_object(policy):
-    refused("policy must be a rule such as unmask.policies.Margin(), got ", PROMPTS, policy, 3)
+@pytest.mark.parametrize("policy", [IID, None, IID().decide], ids=["class", "none", "function"])
+def test_a_rule_is_an_object_or_a_string(policy):
+    refused("policy must be a rule such as unmask.policies.Margin() or 'margin', got ", PROMPTS, policy, 3)
+
+
+def test_a_rule_as_a_string():
+    by_name, by_class = (generate(DENOISER, PROMPTS, policy, 3) for policy in ("threshold:0.9", Threshold(0.9)))
+    assert all_results(by_name) == all_results(by_class)
+    refused("in Python, pass Learned(selector)", PROMPTS, "learned", 3)
 
 
 def test_whole_numbers_of_every_kind():
@@ -221,7 +227,7 @@ def changed(**methods):
     return type("Other", (), {name: value for name, value in {**given, **methods}.items() if value is not None})()
 
 
-NEEDS = "a denoiser needs mask_token_id, hidden(tokens, attention) and logits(hidden); Other has no "
+NEEDS = "a denoiser needs mask_token_id, hidden(tokens, attention_mask) and logits(hidden); Other has no "
 OTHERS = {
     "no mask": ({"mask_token_id": None}, NEEDS + "mask_token_id"),
     "no hidden": ({"hidden": None}, NEEDS + "hidden"),
@@ -282,11 +288,11 @@ RULES_OF_OTHERS = {
     "one row": ((lambda step: Decision(step.masked[0]),), "answers must reveal by booleans [2, 4], got torch.bool [4]"),
     "reads is forgotten": (
         (lambda step: Decision(step.stats["margin"] > 0.5),),
-        "answers looks at step.said['margin']: it must declare this in `reads`",
+        "answers looks at step.stats['margin']: it must declare this in `reads`",
     ),
     "reads something else": (
         (lambda step: Decision(step.log_c("max") > -1), {"margin"}),
-        "answers looks at step.said['log_top']: it must declare this in `reads`",
+        "answers looks at step.stats['log_top']: it must declare this in `reads`",
     ),
     "reads is no set": ((lambda step: None, None), "answers: `reads` must be a set of names, got None"),
 }

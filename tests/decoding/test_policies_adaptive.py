@@ -41,7 +41,7 @@ both_confidences = pytest.mark.parametrize("confidence", ["max", "sampled"])
 
 
 @both_confidences
-@pytest.mark.parametrize("threshold", [0.05, 0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("threshold", [0.05, 0.7, 1.0])
 def test_threshold(threshold, confidence):
     for case in CASES:
         for row, chosen in zip(case.rows, reveals(Threshold(threshold, confidence=confidence), case), strict=True):
@@ -68,7 +68,7 @@ def test_a_paced_threshold_that_is_never_met_reveals_equal_shares():
     assert reveals_of(Threshold(1.0, paced=True), (0.6, 0.4), torch.float64, steps=3) == [3, 3, 2]
 
 
-@pytest.mark.parametrize("threshold", [0.9, 0.75, 0.5, 0.3, 1.0])
+@pytest.mark.parametrize("threshold", [0.9, 0.5, 1.0])
 def test_threshold_holds_at_equality(threshold):
     """c = lambda is enough: >=, not >."""
     equal, below = round(20 * threshold), round(20 * threshold) - 1
@@ -93,7 +93,7 @@ def slow_factor(row, factor, confidence):
 
 
 @both_confidences
-@pytest.mark.parametrize("factor", [0.1, 0.5, 1.0, 1.7, 4.0, 50.0])
+@pytest.mark.parametrize("factor", [0.1, 1.0, 4.0])
 def test_factor(factor, confidence):
     sizes = set()
     for case in CASES:
@@ -163,7 +163,7 @@ def slow_eb(row, gamma, score):
 
 
 @pytest.mark.parametrize(("order", "score"), ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("gamma", [0.0, 0.1, 0.7, 2.0, 100.0])
+@pytest.mark.parametrize("gamma", [0.0, 0.7, 2.0])
 def test_entropy_bounded(gamma, order, score):
     for case in CASES:
         for row, chosen in zip(case.rows, reveals(EntropyBounded(gamma, order=order), case), strict=True):
@@ -348,7 +348,7 @@ one_by_one = [1] * 8
 
 
 @both_dtypes
-@pytest.mark.parametrize("bar", [0.9, 0.7, 0.6, 0.55])
+@pytest.mark.parametrize("bar", [0.9, 0.55])
 def test_a_threshold_that_is_met_exactly_is_met(dtype, bar):
     """p = 0.9 comes out of a softmax as 0.9, more or less a rounding."""
     for shift in (0.0, 0.3, -1.0):
@@ -374,7 +374,7 @@ def test_an_entropy_bound_that_is_met_exactly_is_met(dtype):
 
 
 @both_dtypes
-@pytest.mark.parametrize("tau", [0.9, 0.75, 0.6])
+@pytest.mark.parametrize("tau", [0.9, 0.6])
 def test_klass_needs_more_than_tau(dtype, tau):
     """Nothing changes from pass to pass: from the second on, all are stable, and c > tau alone decides."""
     p = (tau, 1 - tau)

@@ -23,7 +23,7 @@ from unmask.decoding.generate import generate
 from unmask.decoding.policies import Entropy, LeftToRight, Margin, Stochastic, TopProbability
 from unmask.decoding.policies.rule import highest
 
-CASES = [random_case(seed) for seed in range(4)]
+CASES = [random_case(seed) for seed in range(2)]
 RANKED = {
     "top-prob": (TopProbability(), lambda row, n: row.c(n)),
     "top-prob sampled": (TopProbability(confidence="sampled"), lambda row, n: row.c(n, "sampled")),
@@ -84,7 +84,7 @@ def test_sampled_confidence_is_that_of_the_proposal():
 
 
 @pytest.mark.parametrize("rule", [*(rule for rule, _ in RANKED.values()), Stochastic(Margin(), 0.5)], ids=str)
-@pytest.mark.parametrize("S", [1, 2, 3, 4, 5, 7, 10, 13])
+@pytest.mark.parametrize("S", [1, 3, 7, 13])
 def test_counts_of_a_whole_generation(rule, S):
     """N not a multiple of S, and N < S: the first N mod S steps reveal one more, each row by its own N."""
     sizes = [1, 3, 7, 10]

@@ -176,7 +176,7 @@ GRID = 4000
 
 
 @each_remdm
-@pytest.mark.parametrize(("i", "S"), [(0, 5), (1, 5), (2, 5), (3, 5), (4, 5), (0, 1), (5, 9), (60, 64)])
+@pytest.mark.parametrize(("i", "S"), [(0, 5), (2, 5), (4, 5), (60, 64)])
 def test_remdm_probabilities_on_a_grid_of_draws(name, rule, i, S):
     """u = (g + 1/2) / GRID: the share of draws that reveal, or mask again, is the probability to 1 / GRID."""
     row = plain_row([CERTAIN] * 5, i=i, S=S, masked=[1, 4], at_reveal=[23, 1, 9, 16, 1])

@@ -22,7 +22,7 @@ from unmask.decoding.policies import (
     TopProbability,
 )
 
-CASES = [random_case(seed) for seed in range(20, 23)]
+CASES = [random_case(seed) for seed in range(20, 22)]
 
 
 # --- iid --------------------------------------------------------------------------------------------------------------
@@ -129,8 +129,8 @@ def plan(N, size, S, pace):
     return passes
 
 
-@pytest.mark.parametrize("pace", [0, 1, 2, 5])
-@pytest.mark.parametrize("S", [4, 5, 6, 7, 11, 20])
+@pytest.mark.parametrize("pace", [0, 1, 5])
+@pytest.mark.parametrize("S", [4, 7, 20])
 def test_blocks_tell_the_rule_its_own_i_S_and_N(pace, S):
     """Sizes that blocks divide and do not divide, in one batch; an early finish starts the next block at once."""
     size, sizes, L = 3, [3, 4, 9, 10, 11, 12], 14
@@ -154,7 +154,7 @@ def test_blocks_tell_the_rule_its_own_i_S_and_N(pace, S):
     assert out.num_steps.tolist() == [len(passes) for passes in plans]
 
 
-@pytest.mark.parametrize(("N", "size", "S"), [(10, 4, 3), (10, 4, 5), (10, 4, 7), (12, 4, 7), (12, 5, 4), (7, 1, 9)])
+@pytest.mark.parametrize(("N", "size", "S"), [(10, 4, 3), (10, 4, 7), (12, 5, 4), (7, 1, 9)])
 def test_the_first_blocks_get_the_remainder(N, size, S):
     """A rule that waits to the end of every block shows how many steps each has."""
     out = generate(counting_denoiser(N), torch.full((1, N), 4), Blocks(size, Paced(0)), S)
@@ -180,7 +180,7 @@ def count(N, i, S):
 
 
 @pytest.mark.parametrize(("inner", "slow"), INNER.values(), ids=INNER)
-@pytest.mark.parametrize(("size", "S"), [(1, 13), (2, 9), (4, 4), (4, 7), (5, 11), (5, 30)])
+@pytest.mark.parametrize(("size", "S"), [(1, 13), (4, 7), (5, 11)])
 def test_a_whole_generation_in_blocks(inner, slow, size, S):
     L = 15
     denoiser = counting_denoiser(L, seed=size, scale=2.5)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.decoding.small import BUILT_IN
 from tests.training.small import FixedTask, json_lines, padded, single, small_model
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import (
@@ -522,7 +523,7 @@ def test_every_rule_has_its_name_and_the_models_selector():
     """With parameters where they are needed; those that a network decides get that of the model."""
     model, _ = learned_model()
     needed = {"stochastic": "stochastic(margin,0.5)", "blocks": "blocks(2,margin)"}
-    for key, kind in RULES.items():
+    for key, kind in BUILT_IN.items():
         policy = policy_named(needed.get(key, key), model)
         assert type(policy) is kind
         assert policy.key == key
@@ -538,7 +539,7 @@ def test_an_unknown_policy_lists_the_known():
         match=r"unknown policy 'tob-prob'; did you mean 'top-prob'\? choose from iid, top-prob, margin, .*learned",
     ) as caught:
         policy_named("tob-prob", small_model())
-    assert str(caught.value).endswith(f"choose from {', '.join(RULES)}")
+    assert str(caught.value).endswith(f"choose from {', '.join(RULES)}, or give your own 'module:Class'")
     assert "\n" not in str(caught.value)
 
 

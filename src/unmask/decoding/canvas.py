@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unmask.errors import UserError
+from unmask.errors import UserError, require
 
 
 @dataclass
@@ -70,8 +70,7 @@ def blank_canvas(
     tokens, attended = tokens.gather(-1, column), attended.gather(-1, column)
     B, device = len(tokens), tokens.device
     ids = torch.arange(B, device=device) if ids is None else _whole_numbers(ids, "ids").to(device)
-    if ids.shape != (B,):
-        raise UserError(f"ids must be one number for each of the {B} prompts, got shape {list(ids.shape)}")
+    require(ids.shape == (B,), f"ids must be one number for each of the {B} prompts, got shape {list(ids.shape)}")
     outside = tokens < 0 if num_tokens is None else (tokens < 0) | (tokens >= num_tokens)
     if outside.any():
         known = "on" if num_tokens is None else f"to {num_tokens - 1}"
@@ -107,26 +106,20 @@ def blank_canvas(
 def _rectangle(
     prompts: Tensor | Sequence[Tensor], attention_mask: Tensor | None, mask_token_id: int
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [B, L] and attention [B, L] bool."""
+    """Tokens [B, L] and attention_mask [B, L] bool."""
     if not isinstance(prompts, Sequence):
         prompts = _whole_numbers(prompts, "prompts")
-        if prompts.ndim != 2 or len(prompts) == 0:
-            raise UserError(f"prompts must be [B, L] with B >= 1, got shape {list(prompts.shape)}")
-        attention_mask = (
-            torch.ones_like(prompts) if attention_mask is None else torch.as_tensor(attention_mask).to(prompts.device)
-        )
-        if attention_mask.shape != prompts.shape:
-            raise UserError(
-                f"attention_mask has shape {list(attention_mask.shape)}, the prompts have {list(prompts.shape)}"
-            )
-        return prompts.clone(), attention_mask.bool()  # tokenizers give 0 and 1
-    if len(prompts) == 0:
-        raise UserError("the list of prompts is empty: give at least one")
-    if attention_mask is not None:
-        raise UserError("a list of prompts is padded here: leave attention out")
+        shape = list(prompts.shape)
+        require(len(shape) == 2 and shape[0] > 0, f"prompts must be [B, L] with B >= 1, got shape {shape}")
+        attended = torch.as_tensor(torch.ones_like(prompts) if attention_mask is None else attention_mask)
+        given = list(attended.shape)
+        require(given == shape, f"attention_mask has shape {given}, the prompts have {shape}")
+        return prompts.clone(), attended.to(prompts.device, torch.bool)  # tokenizers give 0 and 1
+    require(len(prompts) > 0, "the list of prompts is empty: give at least one")
+    require(attention_mask is None, "a list of prompts is padded here: leave attention_mask out")
     prompts = [_whole_numbers(prompt, "a prompt") for prompt in prompts]
-    if any(prompt.ndim != 1 for prompt in prompts):
-        raise UserError("a list of prompts holds one sequence of token ids each; give a [B, L] tensor instead")
+    one_each = all(prompt.ndim == 1 for prompt in prompts)
+    require(one_each, "a list of prompts holds one sequence of token ids each; give a [B, L] tensor instead")
     length = max(len(prompt) for prompt in prompts)
     # What stands on the padding is never attended to; the mask token is the one id that is sure to exist.
     tokens = torch.full((len(prompts), length), mask_token_id, device=prompts[0].device)

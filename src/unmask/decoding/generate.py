@@ -1,21 +1,22 @@
-"""The one generation loop: a denoiser, a rule, a budget."""
+"""The one generation loop: a denoiser, a rule, a number of steps."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unmask import rng as rng
+from unmask import rng
 from unmask.decoding.canvas import Canvas, blank_canvas
 from unmask.decoding.confidence import Confidence
-from unmask.decoding.policies.rule import Policy
-from unmask.decoding.stepper import Denoiser, Stepper
+from unmask.decoding.denoiser import AnyDenoiser
+from unmask.decoding.policies import Policy, parse_policy
+from unmask.decoding.stepper import Stepper
 from unmask.decoding.tokens import TokenChoice
 from unmask.errors import UserError
 
@@ -38,9 +39,9 @@ class Generation:
 
 
 def generate(
-    denoiser: Denoiser,
+    denoiser: AnyDenoiser,
     prompts: Tensor | Sequence[Tensor],
-    policy: Policy,
+    policy: Policy | str,
     max_steps: int,
     *,
     seed: int = 0,
@@ -62,9 +63,10 @@ def generate(
 
     prompts: [B, L] with the mask token wherever something is to be written (any set of positions), or a list of such
         sequences of different lengths, which are padded on the left.
+    policy: a rule, or the string that `--policy` takes, such as "threshold:0.9".
     ids: [B], what names a sequence's random stream; by default its place in `prompts`.
-    attention: [B, L] bool, False on padding; only with a [B, L] tensor of prompts.  The denoiser always sees padding on
-        the right.
+    attention_mask: [B, L] bool, False on padding; only with a [B, L] tensor of prompts.  The denoiser always sees
+        padding on the right.
     temperature ... stop_at_eos: see `TokenChoice`.
     batch_size: of more prompts than this, the next one enters as soon as one is finished.
     fixed_shapes: every pass has `batch_size` rows, idle ones included, and every projection the same number of
@@ -92,8 +94,8 @@ class Engine:
 
     def __init__(
         self,
-        denoiser: Denoiser,
-        policy: Policy,
+        denoiser: AnyDenoiser,
+        policy: Policy | str,
         max_steps: int,
         choice: TokenChoice | None = None,
         *,
@@ -102,11 +104,12 @@ class Engine:
         compile: bool = False,
     ) -> None:
         if missing := [name for name in ("mask_token_id", "hidden", "logits") if not hasattr(denoiser, name)]:
-            needed = "mask_token_id, hidden(tokens, attention) and logits(hidden)"
+            needed = "mask_token_id, hidden(tokens, attention_mask) and logits(hidden)"
             raise UserError(f"a denoiser needs {needed}; {type(denoiser).__name__} has no {missing[0]}")
         _whole_number("the denoiser's mask_token_id", denoiser.mask_token_id, 0)
+        policy = parse_policy(policy) if isinstance(policy, str) else policy
         if not isinstance(policy, Policy):
-            raise UserError(f"policy must be a rule such as unmask.policies.Margin(), got {policy!r}")
+            raise UserError(f"policy must be a rule such as unmask.policies.Margin() or 'margin', got {policy!r}")
         max_steps = _whole_number("max_steps", max_steps, 1)
         batch_size = None if batch_size is None else _whole_number("batch_size", batch_size, 1)
         if not isinstance(policy.reads, Set):
@@ -129,27 +132,33 @@ class Engine:
         on_finished: Callable[[int], None] = lambda sequences: None,
     ) -> Generation:
         """As `unmask.generate`."""
-        # Inference mode launches kernels faster.  Its tensors cannot take part in training: what leaves are copies, and
-        # a model that might keep one for later, such as a table that it fills in when it first needs it, goes without.
-        # A class speaks for itself, not for those derived from it.
+        # Inference mode launches kernels faster.  Its tensors cannot take part in training, so a model that might keep
+        # one, such as a table that it fills in when it first needs it, runs without.  A class that says so does not
+        # speak for those derived from it.
         keeps_nothing = vars(type(self.denoiser)).get("keeps_no_tensors", False)
         seed = _whole_number("seed", seed)
-        with torch.inference_mode() if keeps_nothing else torch.no_grad():
-            result = self._generate(prompts, seed, ids, attention_mask, on_finished)
-        copies: dict[str, Any] = {name: value.clone() for name, value in vars(result).items() if torch.is_tensor(value)}
-        return replace(result, **copies)
-
-    def _generate(
-        self,
-        prompts: Tensor | Sequence[Tensor],
-        seed: int,
-        ids: Tensor | None,
-        attention_mask: Tensor | None,
-        on_finished: Callable[[int], None],
-    ) -> Generation:
         mask, size = self.denoiser.mask_token_id, getattr(self.denoiser, "vocab_size", None)
-        whole = blank_canvas(prompts, attention_mask, ids, mask, None if size is None else max(size, mask + 1))
-        self.policy.check(self.max_steps, whole.num_response)
+        with torch.inference_mode() if keeps_nothing else torch.no_grad():
+            whole = blank_canvas(prompts, attention_mask, ids, mask, None if size is None else max(size, mask + 1))
+            self.policy.check(self.max_steps, whole.num_response)
+            passes, forwards, kept = self._write(whole, seed, on_finished)
+        # Made outside of it, what follows are ordinary tensors.
+        attended = torch.ones_like(whole.response) if whole.attention_mask is None else whole.attention_mask
+        positions = whole.column.argsort(-1)  # [B, L]: where each place of the prompts stands in the canvas
+        return Generation(
+            tokens=whole.tokens.gather(-1, positions),
+            reveal_step=whole.reveal_step.gather(-1, positions),
+            revisions=whole.revisions.gather(-1, positions),
+            num_steps=whole.index.clone(),
+            num_passes=whole.index * passes,
+            nothing_selected=whole.nothing_selected.clone(),
+            attention_mask=attended.gather(-1, positions),
+            num_forwards=forwards,
+            memory_bytes=kept,
+        )
+
+    def _write(self, whole: Canvas, seed: int, on_finished: Callable[[int], None]) -> tuple[int, int, int]:
+        """Write all sequences.  Passes per step, denoiser rows evaluated, and what the rule kept in bytes."""
         sizes, total = whole.num_response.tolist(), len(whole)
         stepper, active = self._start(whole, seed)
         # What the host knows of each row of the batch: the sequence that it holds, None if it idles, and its steps.
@@ -186,19 +195,7 @@ class Engine:
                 active = active.take(active.live.nonzero()[:, 0])
                 steps = [step for step, row in zip(steps, rows, strict=True) if row is not None]
                 rows = [row for row in rows if row is not None]
-        attended = torch.ones_like(whole.response) if whole.attention_mask is None else whole.attention_mask
-        positions = whole.column.argsort(-1)  # [B, L]: where each place of the prompts stands in the canvas
-        return Generation(
-            tokens=whole.tokens.gather(-1, positions),
-            reveal_step=whole.reveal_step.gather(-1, positions),
-            revisions=whole.revisions.gather(-1, positions),
-            num_steps=whole.index,
-            num_passes=whole.index * stepper.passes,
-            nothing_selected=whole.nothing_selected,
-            attention_mask=attended.gather(-1, positions),
-            num_forwards=forwards,
-            memory_bytes=kept,
-        )
+        return stepper.passes, forwards, kept
 
     def _start(self, whole: Canvas, seed: int) -> tuple[Stepper, Canvas]:
         """The first batch, and what takes it further."""
@@ -211,7 +208,7 @@ class Engine:
             active.live[len(whole) :], active.masked[len(whole) :] = False, False
         self._clear_memory(active)
         longest = int(whole.num_response.max())
-        if self._kept is not None and self._fits(*self._kept, active, longest):
+        if self._kept is not None and self._kept[0].fits(active, longest):
             stepper, kept = self._kept
             kept.put(slice(None), active)
             active = kept
@@ -229,16 +226,6 @@ class Engine:
         """The rule's memory as it is before a first step."""
         rows, length = canvas.tokens.shape
         canvas.memory = self.policy.init_state(rows, length, canvas.tokens.device)
-
-    @staticmethod
-    def _fits(stepper: Stepper, kept: Canvas, active: Canvas, longest: int) -> bool:
-        """Whether what was compiled before can take this batch."""
-        return (
-            kept.tokens.shape == active.tokens.shape
-            and kept.tokens.device == active.tokens.device
-            and (kept.attention_mask is None) == (active.attention_mask is None)
-            and longest <= stepper.longest
-        )
 
 
 def _whole_number(name: str, value: Any, least: int | None = None) -> int:

@@ -1,13 +1,13 @@
 """One step of a canvas: the denoiser's pass, the projection where somebody reads it, the rule's decision, the writing.
 
-The same code runs in two ways.  Eagerly, shapes follow the work: finished rows have left, and only the positions that
-are read are projected.  Static, shapes stand still: the batch keeps its size and positions come in whole chunks, and so
-products round alike whatever is in the batch.  Compiled, the static pieces go through torch.compile, and on a GPU a
-whole step is one CUDA graph, one for each number of chunks.
+The same code runs in two ways.  Eager: shapes follow the work; finished rows leave, and only the positions that are
+read are projected.  Static: the batch keeps its size and positions come in whole chunks, so products round alike
+whatever is in the batch.  Compiled, the static pieces go through torch.compile, and on a GPU a whole step is one CUDA
+graph, one for each number of chunks.
 
-A small model decodes as fast as its host can launch kernels, so the eager step is thrifty with them: what the host
-knows (which step a row is at) is not computed on the device, and the device is waited for twice a step: for the
-positions to read, before the pass, and for the status, behind it.
+The speed of a small model is that at which the host launches kernels, so the eager step launches few: what the host
+knows (which step a row is at) is not computed on the device.  It waits for the device twice per step: before the pass
+for the positions to read, and after it for the status.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from __future__ import annotations
 import math
 from functools import partial
 from itertools import repeat
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from unmask import rng as rng
+from unmask import rng
 from unmask.decoding.canvas import Canvas
 from unmask.decoding.confidence import Confidence, confidence, log_probabilities
+from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.policies.rule import Decision, Policy, Step
 from unmask.decoding.tokens import TokenChoice
 from unmask.errors import UserError
@@ -32,33 +33,8 @@ from unmask.variational.posterior import full_precision
 # stay in its caches (CPU) or out of the way of the weights (GPU).
 CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
 AHEAD = 1 << 22  # uniforms drawn for the steps to come
-NOTHING: frozenset[str] = frozenset()
 _LOGITS = "the denoiser's `logits` must be [M, V] from hidden states [M, D]"
-_FINITE = ("log_top", "log_proposal", "margin", "entropy", "peak")  # readings that are finite if the logits are sound
-
-
-class Denoiser(Protocol):
-    """What generation asks of a model.  `logits` gives the mask token no mass.
-
-    Where it has a `vocab_size` too, ids that are neither below it nor below the mask's are refused before any pass.
-    """
-
-    @property
-    def mask_token_id(self) -> int: ...
-
-    def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """[B, L, D] from tokens [B, L] and attention [B, L] bool (False on padding; None: no padding)."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[M, V] from hidden states [M, D]."""
-
-
-class Reading(NamedTuple):
-    """What a pass said at some places [m] of the flattened canvas."""
-
-    proposal: Tensor  # [m]
-    values: Tensor  # [K, m]: in the order of `names`
-    names: tuple[str, ...]  # keys of Confidence; `peak`, the largest logit, where the rule reads nothing
+_FINITE = ("log_top", "log_proposal", "margin", "entropy", "peak")  # what is finite if the logits are sound
 
 
 class Stepper:
@@ -66,7 +42,7 @@ class Stepper:
 
     def __init__(
         self,
-        denoiser: Denoiser,
+        denoiser: AnyDenoiser,
         policy: Policy,
         max_steps: int,
         choice: TokenChoice,
@@ -77,12 +53,12 @@ class Stepper:
     ) -> None:
         self.denoiser, self.policy, self.choice = denoiser, policy, choice
         self.static, self.compile = static, compile
-        self.passes = 2 if choice.guidance else 1  # of the denoiser a step
+        self.passes = 2 if choice.guidance else 1  # of the denoiser per step
         device = canvas.tokens.device
-        self.last, self.budget = max_steps - 1, torch.tensor(max_steps, device=device)
+        self.last, self.max_steps = max_steps - 1, torch.tensor(max_steps, device=device)
         self.seed = torch.tensor(0, device=device)  # a tensor: a CUDA graph would keep a number for ever
         self.batch, self.length = canvas.tokens.shape
-        self.longest = longest
+        self.longest, self.padded = longest, canvas.attention_mask is not None
         self.chunk = 0  # positions; set by the first pass, which shows V
         # A rule may look at nothing by which one sees that logits are sound.
         self.wanted = policy.reads | ({"log_top"} if policy.reads and not policy.reads & set(_FINITE) else set())
@@ -95,9 +71,8 @@ class Stepper:
         if compile:
             # Every rule is a program of its own; beyond the limit (8) torch would silently run it eagerly.
             torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-            compiled = partial(torch.compile, dynamic=False)
-            self.trunk, self.locate = compiled(self.trunk), compiled(self.locate)
-            self.read, self.settle = compiled(self.read), compiled(self.settle)
+            for name in ("trunk", "locate", "read", "settle"):
+                setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def advance(self, canvas: Canvas, steps: list[int], to_read: int) -> tuple[list[bool], int]:
@@ -120,7 +95,10 @@ class Stepper:
         for name, what in (("logits", "denoiser"), ("scores", "selector")):
             bad = [row for row, total in enumerate(status.get(name, ())) if not math.isfinite(total)]
             if bad:
-                row = bad[0] if self.peaks is None else self._bad_row(*self.peaks)
+                row = bad[0]
+                if self.peaks is not None:
+                    places, peaks = self.peaks
+                    row = int(places[~torch.isfinite(peaks)][0]) // self.length
                 at = f"for sequence {int(canvas.row[row])} at step {steps[row]}"
                 raise UserError(f"the {what}'s logits are not finite {at}")
         over = [
@@ -128,6 +106,12 @@ class Stepper:
             for step, masks, stopped in zip(steps, status["masks"], status.get("stopped", repeat(False)))  # noqa: B905
         ]
         return over, int(sum(status["masks"]))
+
+    def fits(self, canvas: Canvas, longest: int) -> bool:
+        """Whether what was compiled can take this batch."""
+        if longest > self.longest or (canvas.attention_mask is not None) != self.padded:
+            return False
+        return (*canvas.tokens.shape, canvas.tokens.device) == (self.batch, self.length, self.seed.device)
 
     def forget_draws(self) -> None:
         """The rows of the canvas have changed."""
@@ -154,23 +138,18 @@ class Stepper:
         elif not self.policy.reads:  # the rule does not ask the denoiser: only what it reveals is projected
             decision = self._decide(canvas, last)
         at = self._read_at(canvas) if decision is None else decision.reveal
-        wanted = self.wanted if decision is None else NOTHING
+        wanted = self.wanted if decision is None else frozenset[str]()
         places = at.flatten().nonzero()[:, 0]  # waits for the device: before the pass, not behind it
         hidden, unguided = self._passes(canvas)
         if not self.chunk:
             self._measure(hidden)
-        if len(places) <= self.chunk:
-            reading = self._read(canvas, hidden, unguided, places, wanted)
-        else:
-            parts = [self._read(canvas, hidden, unguided, part, wanted) for part in places.split(self.chunk)]  # type: ignore[no-untyped-call]
-            proposals, columns, names = zip(*parts, strict=True)
-            reading = Reading(torch.cat(proposals), torch.cat(columns, dim=-1), names[0])
-        proposal, stats = canvas.tokens.flatten().scatter(0, places, reading.proposal), {}
-        self.peaks = None if wanted else (places, reading.values[0])
+        parts = [self._read(canvas, hidden, unguided, part, wanted) for part in places.split(self.chunk)]  # type: ignore[no-untyped-call]
+        proposed, read = parts[0] if len(parts) == 1 else (torch.cat(each, dim=-1) for each in zip(*parts, strict=True))
+        proposal, stats = canvas.tokens.flatten().scatter(0, places, proposed), {}
+        self.peaks = None if wanted else (places, read[0])
         if wanted:
-            values = reading.values.new_zeros(len(reading.names), proposal.numel())
-            values.scatter_(1, places.expand_as(reading.values), reading.values)
-            stats = dict(zip(reading.names, values.view(-1, *at.shape).unbind(), strict=True))
+            values = read.new_zeros(len(read), proposal.numel()).scatter_(1, places.expand_as(read), read)
+            stats = self._named(values, at)
         self._settle(canvas, hidden, proposal.view_as(at), stats, decision, last)
 
     def _static_step(self, canvas: Canvas, chunks: int) -> None:
@@ -178,9 +157,13 @@ class Stepper:
         places, proposal, values, last = self.locate(canvas)
         for part in places[: chunks * self.chunk].split(self.chunk) if chunks else ():  # type: ignore[no-untyped-call]
             self.read(canvas, hidden, unguided, part, proposal, values)
-        names, shape = tuple(sorted(self.wanted)) or ("peak",), canvas.tokens.shape
-        stats = dict(zip(names, values.view(-1, *shape).unbind(), strict=True))
-        self.settle(canvas, hidden, proposal.view(shape), stats, None, last)
+        stats = self._named(values, canvas.tokens)
+        self.settle(canvas, hidden, proposal.view_as(canvas.tokens), stats, None, last)
+
+    def _named(self, values: Tensor, canvas: Tensor) -> dict[str, Tensor]:
+        """What was read [K, b * L] by its names, [b, L] each."""
+        names = sorted(self.wanted) or ["peak"]
+        return dict(zip(names, values.view(-1, *canvas.shape).unbind(), strict=True))
 
     def _replay(self, canvas: Canvas, chunks: int) -> None:
         """The static step as one CUDA graph, recorded when it is first needed."""
@@ -250,17 +233,15 @@ class Stepper:
         if "change" in self.wanted:
             self.previous = torch.zeros(self.batch, self.longest, V, dtype=self.score_dtype, device=device)
 
-    def _bad_row(self, places: Tensor, peaks: Tensor) -> int:
-        return int(places[~torch.isfinite(peaks)][0]) // self.length
-
     def _read_at(self, canvas: Canvas) -> Tensor:
         """[b, L] bool: the positions that the rule looks at."""
         return canvas.response & canvas.live[:, None] if self.policy.reads_revealed else canvas.masked
 
     def _read(
         self, canvas: Canvas, hidden: Tensor, unguided: Tensor | None, at: Tensor, wanted: frozenset[str]
-    ) -> Reading:
-        """Proposal and confidence at the places `at` [m] of the flattened canvas."""
+    ) -> tuple[Tensor, Tensor]:
+        """At the places `at` [m] of the flattened canvas: the proposal [m], and what is wanted [K, m] in alphabetical
+        order, or the largest logit [1, m] where nothing is."""
         choice = self.choice
         logits = self._logits(hidden, at)
         if unguided is not None:
@@ -281,7 +262,7 @@ class Stepper:
             uniforms = rng.uniforms(self.seed, rng.Purpose.TOKEN, *words, dtype=torch.float64)
             proposal = choice.propose(logits, uniforms)
         if not wanted:
-            return Reading(proposal, peak[None], ("peak",))
+            return proposal, peak[None]
         log_p, current, previous = log_probabilities(logits), None, None
         if "log_current" in wanted:  # the mask token is no token: where it stands, nobody looks at this
             current = canvas.tokens.flatten()[at].clamp(max=logits.shape[-1] - 1)
@@ -292,12 +273,11 @@ class Stepper:
         stats: dict[str, Tensor] = confidence(log_p, wanted, best, proposal, current, previous)  # type: ignore[assignment]
         if "change" in wanted:  # the first pass has none before it; the slot holds another sequence's
             stats["change"] = torch.where(canvas.index[at // self.length] == 0, torch.inf, stats["change"])
-        names = tuple(sorted(wanted))
-        values = torch.stack([stats[name] for name in names]) if len(names) > 1 else stats[names[0]][None]
-        return Reading(proposal, values, names)
+        values = [stats[name] for name in sorted(wanted)]
+        return proposal, torch.stack(values) if len(values) > 1 else values[0][None]
 
     def _locate(self, canvas: Canvas) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """With shapes that stand still: where to read, room for what is read, and which rows are at their last step.
+        """With static shapes: where to read, room for what is read, and which rows are at their last step.
 
         [P]: the places that are read, in order, P a multiple of the chunk; where there are fewer, the last of them
         again.  It fills up its own chunk, and a place that comes twice in one chunk gets the same values twice.
@@ -318,14 +298,14 @@ class Stepper:
         self, canvas: Canvas, hidden: Tensor, unguided: Tensor | None, at: Tensor, proposal: Tensor, values: Tensor
     ) -> None:
         """`_read`, into the room that `_locate` made."""
-        found = self._read(canvas, hidden, unguided, at, self.wanted)
-        proposal[at], values[:, at] = found.proposal, found.values.to(values.dtype)
+        proposal[at], read = self._read(canvas, hidden, unguided, at, self.wanted)
+        values[:, at] = read.to(values.dtype)
 
     def _decide(self, canvas: Canvas, last: Tensor | None, **seen: Any) -> Decision:
         """The rule's answer, with the last step's certainty in it."""
         step = Step(
             index=canvas.index,
-            max_steps=self.budget.expand_as(canvas.index),
+            max_steps=self.max_steps.expand_as(canvas.index),
             tokens=canvas.tokens,
             masked=canvas.masked,
             response=canvas.response,
@@ -342,7 +322,7 @@ class Stepper:
         except KeyError as missing:
             if missing.args[0] not in Confidence.__annotations__:
                 raise
-            raise UserError(f"{rule} looks at step.said[{missing}]: it must declare this in `reads`") from None
+            raise UserError(f"{rule} looks at step.stats[{missing}]: it must declare this in `reads`") from None
         if not isinstance(decision, Decision):
             raise UserError(f"{rule} must answer with a Decision(reveal=...), not with a {type(decision).__name__}")
         if decision.reveal.shape != canvas.masked.shape or decision.reveal.dtype != torch.bool:
@@ -410,7 +390,7 @@ class Stepper:
         self.status_names = tuple(status)
 
     def _set(self, holder: Any, name: str, value: Tensor) -> None:
-        """Eagerly a name, with shapes that stand still a place in memory: a CUDA graph knows addresses."""
+        """Eagerly a new tensor, with static shapes in place: a CUDA graph knows addresses."""
         named = isinstance(holder, dict)
         old = holder[name] if named else getattr(holder, name)
         if self.static and old.shape == value.shape:
@@ -421,7 +401,7 @@ class Stepper:
             setattr(holder, name, value)
 
     def _uniforms(self, canvas: Canvas) -> Tensor:
-        """[b, L + 1]: one draw a position, and under the position -1 one for the whole sequence."""
+        """[b, L + 1]: one draw per position, and under the position -1 one for the whole sequence."""
         steps = canvas.index[:, None, None]
         if self.static:
             return self._draw(canvas, steps)[:, 0]

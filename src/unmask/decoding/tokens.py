@@ -1,7 +1,7 @@
 """Which token a position gets: greedy, temperature, top-k, top-p, guidance, and what is done about the end of sequence.
 
-Position choice is another matter (`policies`).  Rules read the denoiser's own distribution p_n; temperature, top-k and
-top-p come after it and only draw the proposal x_n.  Guidance and a forbidden EOS come before it: they say what p_n is.
+Position choice is another matter (`policies`).  Rules read the denoiser's own distribution p_n.  Temperature, top-k and
+top-p only sample the proposal x_n from it.  Guidance and a forbidden EOS change p_n itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from unmask.errors import UserError
+from unmask.errors import UserError, require
 
 
 @dataclass(frozen=True)
@@ -36,27 +36,22 @@ class TokenChoice:
 
     def __post_init__(self) -> None:
         for name in ("top_k", "min_length"):
-            if type(getattr(self, name)) is not int:
-                raise UserError(f"{name} must be a whole number, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            require(type(value) is int, f"{name} must be a whole number, got {value!r}")
         for name in ("temperature", "top_p", "guidance"):
-            if not isinstance(getattr(self, name), Real):
-                raise UserError(f"{name} must be a number, got {getattr(self, name)!r}")
-        if not (self.eos_token_id is None or type(self.eos_token_id) is int):
-            raise UserError(f"eos_token_id must be a whole number, got {self.eos_token_id!r}")
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature must not be negative and must be finite, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if self.top_k < 0:
-            raise UserError(f"top_k must be 0 (all tokens) or more, got {self.top_k}")
-        if not 0 <= self.guidance < float("inf"):
-            raise UserError(f"guidance must not be negative and must be finite, got {self.guidance}")
-        if self.min_length < 0:
-            raise UserError(f"min_length must not be negative, got {self.min_length}")
-        if self.eos_token_id is None and (self.min_length or self.stop_at_eos):
-            raise UserError("min_length and stop_at_eos need the id of the EOS token: give eos_token_id")
-        if self.temperature == 0 and (self.top_p < 1 or self.top_k):
-            raise UserError("top_p and top_k choose among samples: give a temperature above 0")
+            value = getattr(self, name)
+            require(isinstance(value, Real), f"{name} must be a number, got {value!r}")
+            finite = name == "top_p" or 0 <= value < float("inf")
+            require(finite, f"{name} must not be negative and must be finite, got {value}")
+        eos = self.eos_token_id
+        require(eos is None or type(eos) is int, f"eos_token_id must be a whole number, got {eos!r}")
+        require(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p}")
+        require(self.top_k >= 0, f"top_k must be 0 (all tokens) or more, got {self.top_k}")
+        require(self.min_length >= 0, f"min_length must not be negative, got {self.min_length}")
+        needs_eos = self.min_length or self.stop_at_eos
+        require(eos is not None or not needs_eos, "min_length and stop_at_eos need an EOS token: give eos_token_id")
+        samples = self.top_p < 1 or self.top_k
+        require(self.temperature > 0 or not samples, "top_p and top_k choose among samples: give a temperature above 0")
 
     @property
     def eos_policy(self) -> str:

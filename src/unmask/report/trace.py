@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import Policy
-from unmask.decoding.stepper import Denoiser
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import in_html, visible
 from unmask.tasks.task import Task
@@ -48,7 +48,7 @@ class Writing:
 class Watched:
     """A denoiser that keeps the canvas [L] of every pass over one sequence."""
 
-    def __init__(self, denoiser: Denoiser) -> None:
+    def __init__(self, denoiser: AnyDenoiser) -> None:
         self.denoiser, self.mask_token_id, self.passes = denoiser, denoiser.mask_token_id, list[Any]()
 
     def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -60,7 +60,7 @@ class Watched:
 
 
 def write(
-    denoiser: Denoiser, task: Task, rule: Policy, budget: int, example: int, choice: TokenChoice, seed: int
+    denoiser: AnyDenoiser, task: Task, rule: Policy, budget: int, example: int, choice: TokenChoice, seed: int
 ) -> Writing:
     """Generate for one held-out example and keep every canvas; in a batch the result would be the same."""
     ids = torch.tensor([example])

@@ -35,7 +35,6 @@ from unmask import files
 from unmask.errors import UserError, did_you_mean
 from unmask.jsonl import append_jsonl, read_jsonl, sealed
 from unmask.recipe import Recipe, RecipeError, build, differences, load_recipe, not_continued, read_toml, recipe_folder
-from unmask.tasks import is_own
 
 if TYPE_CHECKING:
     from unmask.evaluation.compare import Result
@@ -278,7 +277,7 @@ class Reproduction:
             words += [*_each("--policy", [*stage.policies, *others]), *_each("--steps", stage.steps)]
             words += _each("--against", [self.out / order for order in stage.against])
             words += ["--bf16"] if self.study.bf16 else []
-            words += ["--trust-task"] if is_own(run.recipe.task["name"]) else []  # the study's recipe names it
+            words += ["--trust-task"] if run.recipe.own_code else []  # the study's recipe names it
         return [*words, "--cpu"] if self.cpu else words
 
     def typed(self, stage: Stage) -> str:

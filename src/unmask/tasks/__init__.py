@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import sys
-from importlib.machinery import PathFinder
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from unmask.errors import UserError, did_you_mean
+from unmask.own_code import import_class, is_own
 
 if TYPE_CHECKING:
     from unmask.tasks.task import Task
@@ -26,39 +24,20 @@ TASKS = {
 }
 
 
-def is_own(name: str) -> bool:
-    """Whether a name is "module:Class", a user's own task: making it imports the module, which runs its code."""
-    return name not in TASKS and ":" in name
-
-
-def source_of(name: str) -> str:
-    """Where the module of a user's own task lies.  Nothing is imported to find it, not even the packages around it."""
-    module, _ = _module_and_class(name)
-    folders, found = [*sys.path, ""], None
-    for names in accumulate(module.split("."), "{}.{}".format):  # a, a.b, a.b.c
-        found = PathFinder.find_spec(names, folders)
-        folders = list(found.submodule_search_locations or []) if found else []
-    return (found and found.origin) or "a file that was not found"
-
-
 def task_class(name: str) -> type[Any]:
     """The class of a task: a subclass of Task and a dataclass whose fields are its options, each with a default.
 
     `name` is one of TASKS, or "module:Class" for a task of your own that Python can import.
     """
-    if name not in TASKS and ":" not in name:
+    if name in TASKS:
+        module, _, cls = TASKS[name].partition(":")
+        return getattr(importlib.import_module(module), cls)
+    if not is_own(name):
         nearest = did_you_mean(name, TASKS)
         raise UserError(
             f"unknown task {name!r}; {nearest}choose from {', '.join(TASKS)}, or give your own 'module:Class'"
         )
-    module, cls = _module_and_class(name)
-    if is_own(name) and "" not in sys.path:
-        sys.path.append("")  # it may lie in the current folder, where nothing else is looked for
-    try:
-        found = getattr(importlib.import_module(module), cls)
-    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
-        where = "installed packages and the current folder were searched"
-        raise UserError(f"task {name!r} cannot be imported: {error} ({where})") from None
+    found: type[Any] = import_class("task", name)
     from unmask.tasks.task import Task
 
     if not (isinstance(found, type) and issubclass(found, Task)):
@@ -68,13 +47,6 @@ def task_class(name: str) -> type[Any]:
     if not dataclasses.is_dataclass(found):
         raise UserError(f"task {name!r} must be a frozen dataclass whose fields are its options")
     return found
-
-
-def _module_and_class(name: str) -> tuple[str, str]:
-    module, _, cls = TASKS.get(name, name).partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), cls)):
-        raise UserError(f"task {name!r}: write a task of your own as module:Class, such as palindromes:Palindromes")
-    return module, cls
 
 
 def make_task(name: str, **options: int | bool | str) -> Task:

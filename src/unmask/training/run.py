@@ -35,6 +35,7 @@ from unmask.models.order_model import (
     with_mask_token,
     word_level_tokenizer,
 )
+from unmask.own_code import source_of
 from unmask.recipe import (
     DenoiseRecipe,
     ModelRecipe,
@@ -46,7 +47,7 @@ from unmask.recipe import (
     not_continued,
 )
 from unmask.runtime import precision_on, process_settings
-from unmask.tasks import is_own, make_task, source_of
+from unmask.tasks import make_task
 from unmask.tasks.task import Task
 from unmask.training.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, read_checkpoint
 from unmask.training.checkpointer import Checkpointer, Stopped, StopSignal, stop_signal
@@ -384,12 +385,12 @@ def _continued_elsewhere(recipe: Recipe, start: OrderModel) -> OrderModel | None
 
 
 def load_task(folder: Path, trust_task: bool = False) -> tuple[Recipe, Task]:
-    """The recipe of a run and the task that it names; a task of the user's own only if `trust_task`: it is code."""
+    """The recipe of a run and the task that it names; where it names code of the user's own, only if `trust_task`."""
     recipe = read_recipe(folder)
-    name = str(recipe.task["name"])
-    if is_own(name) and not trust_task:
+    if recipe.own_code and not trust_task:
+        name = recipe.own_code[0]
         raise RunFolderError(
-            f"the task of {folder} is {name!r}, which would import {source_of(name)} and run its code: "
+            f"the recipe of {folder} names {name!r}, which would import {source_of(name)} and run its code: "
             "add --trust-task if you trust it"
         )
     return recipe, _task(recipe, trained=True)

@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from unmask.decoding.confidence import FEATURES, Confidence
-from unmask.decoding.policies import EntropyBounded, Factor, Policy, SelectorNetwork, Step, Threshold, parse_policy
+from unmask.decoding.policies import (
+    EntropyBounded,
+    Factor,
+    Policy,
+    SelectorNetwork,
+    Step,
+    Threshold,
+    own_rules,
+    parse_policy,
+)
 from unmask.errors import UserError
 from unmask.models.networks import Denoiser
 from unmask.tasks.task import Examples, to_device
@@ -29,8 +38,8 @@ EDGE = 1 / 20  # e
 
 def parse_teacher(text: str) -> Policy:
     """The rule, or UserError: it must reveal what the denoiser is sure of, by what the selector reads."""
-    try:
-        rule = parse_policy(text, network=cast(SelectorNetwork, object()))
+    try:  # a run folder may name a teacher: no code of the user's own is imported
+        rule = None if own_rules(text) else parse_policy(text, network=cast(SelectorNetwork, object()))
     except UserError as error:
         raise UserError(f"teacher = {text!r}: {error}") from None
     if not isinstance(rule, Threshold | Factor | EntropyBounded) or not rule.reads <= FEATURES:

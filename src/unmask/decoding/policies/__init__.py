@@ -1,62 +1,22 @@
-"""Which positions to reveal: one small class a rule, and the one place where strings become rules.
+"""Which positions to reveal: one small class per rule, and the one place where strings become rules.
 
-Notation: step i = 0..S-1 of a budget of S, M = the masked positions of one sequence, N = the size of its response,
+Notation: step i = 0..S-1 with S = max_steps, M = the masked positions of one sequence, N = the size of its response,
 p_n = the denoiser's distribution at n, x_n = the token proposed there, c_n = max_v p_n(v) (with `confidence="sampled"`
 p_n(x_n)), H_n = the entropy of p_n in nats.  Ties go to the leftmost position.  Everything is per sequence: no rule
 looks at another row.  The last step reveals all that is left, and the generation loop sees to that, not the rule.
 
-    rule.py        what a rule is told (Step), what it answers (Decision), what it declares (Policy)
-    ranked.py      a score ranks the masks, a count cuts: top-prob, margin, entropy, left-to-right, stochastic
-    adaptive.py    as many as the denoiser is sure of: threshold, factor, eb, klass
-    structured.py  by position or by chance: iid, dus, blocks
-    remasking.py   second thoughts: rdm, p2, remdm-cap, remdm-rescale, remdm-conf
-    network.py     a network decides: learned, lo-arm, reward
+A rule is registered by being defined, in the order of the imports below; `unmask policies` lists them in this order.
 """
 
-from unmask.decoding.policies.adaptive import EntropyBounded, Factor, KLStable, Threshold
-from unmask.decoding.policies.names import RULES, check_policy, parse_policy
-from unmask.decoding.policies.network import (
-    Learned,
-    NetworkPolicy,
-    OneAtATime,
-    RewardTrained,
-    ScoringNetwork,
-    SelectorNetwork,
-)
-from unmask.decoding.policies.ranked import Entropy, LeftToRight, Margin, Ranked, Stochastic, TopProbability
-from unmask.decoding.policies.remasking import P2, RDM, ReMDMCap, ReMDMConf, ReMDMRescale
-from unmask.decoding.policies.rule import Decision, Policy, Step
-from unmask.decoding.policies.structured import IID, Blocks, Dilated
+# ruff: noqa: F403, I001
+from unmask.decoding.policies.rule import *  # what a rule is told (Step), answers (Decision), declares (Policy)
+from unmask.decoding.policies.scheduled import *  # as many as the schedule says: iid; by a score: top-prob, margin, ...
+from unmask.decoding.policies.adaptive import *  # as many as the denoiser is sure of: threshold, factor, eb, klass
+from unmask.decoding.policies.structured import *  # by position: dus; any rule inside blocks
+from unmask.decoding.policies.remasking import *  # may mask again what was revealed: rdm, p2, remdm-...
+from unmask.decoding.policies.network import *  # a network decides: learned, lo-arm, reward
+from unmask.decoding.policies.names import *  # parse_policy
 
-__all__ = [
-    "IID",
-    "P2",
-    "RDM",
-    "RULES",
-    "Blocks",
-    "Decision",
-    "Dilated",
-    "Entropy",
-    "EntropyBounded",
-    "Factor",
-    "KLStable",
-    "Learned",
-    "LeftToRight",
-    "Margin",
-    "NetworkPolicy",
-    "OneAtATime",
-    "Policy",
-    "Ranked",
-    "ReMDMCap",
-    "ReMDMConf",
-    "ReMDMRescale",
-    "RewardTrained",
-    "ScoringNetwork",
-    "SelectorNetwork",
-    "Step",
-    "Stochastic",
-    "Threshold",
-    "TopProbability",
-    "check_policy",
-    "parse_policy",
-]
+
+def __dir__() -> list[str]:
+    return [name for name, value in globals().items() if getattr(value, "__module__", "").startswith(__name__)]

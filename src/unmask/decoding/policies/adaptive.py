@@ -8,24 +8,9 @@ from dataclasses import KW_ONLY, dataclass, field
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.ranked import (
-    LeftToRight,
-    Ranked,
-    TopProbability,
-    check_confidence,
-    confidence_read,
-)
-from unmask.decoding.policies.rule import (
-    ConfidenceKind,
-    Decision,
-    Policy,
-    Step,
-    descending,
-    first,
-    highest,
-    require,
-    written,
-)
+from unmask.decoding.policies.rule import ConfidenceKind, Decision, Policy, Step, as_text, descending, first, highest
+from unmask.decoding.policies.scheduled import LeftToRight, Ranked, TopProbability, check_confidence, confidence_read
+from unmask.errors import require
 
 
 def rounding(values: Tensor) -> float:
@@ -114,7 +99,7 @@ class EntropyBounded(Policy):
     def __post_init__(self) -> None:
         require(0 <= self.gamma < float("inf"), f"eb: gamma must not be negative, got {self.gamma}")
         allowed = isinstance(self.order, Ranked) and not isinstance(self.order, LeftToRight)
-        require(allowed, f"eb orders by top-prob, margin or entropy, not by {written(self.order)}")
+        require(allowed, f"eb orders by top-prob, margin or entropy, not by {as_text(self.order)}")
 
     @property
     def reads(self) -> frozenset[str]:

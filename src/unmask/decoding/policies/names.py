@@ -1,84 +1,102 @@
-"""Strings become rules here and nowhere else: `margin`, `threshold:0.9`, `blocks(32,stochastic(margin,0.5))`."""
+"""Strings become rules here and nowhere else: `margin`, `threshold:0.9`, `blocks(32,stochastic(margin,0.5))`.
+
+A rule of the user's own is written "module:Class" or "module:Class(0.9)".
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, Field, fields
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from dataclasses import MISSING
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from unmask.decoding.policies.adaptive import EntropyBounded, Factor, KLStable, Threshold
-from unmask.decoding.policies.network import Learned, NetworkPolicy, OneAtATime, RewardTrained, SelectorNetwork
-from unmask.decoding.policies.ranked import Entropy, LeftToRight, Margin, Stochastic, TopProbability
-from unmask.decoding.policies.remasking import P2, RDM, ReMDMCap, ReMDMConf, ReMDMRescale
-from unmask.decoding.policies.rule import Policy, default, written
-from unmask.decoding.policies.structured import IID, Blocks, Dilated
-from unmask.errors import UserError, did_you_mean
-
-_CLASSES: tuple[type[Policy], ...] = (
-    *(IID, TopProbability, Margin, Entropy, LeftToRight, Stochastic),
-    *(Threshold, Factor, EntropyBounded, KLStable, Dilated, Blocks),
-    *(RDM, P2, ReMDMCap, ReMDMRescale, ReMDMConf),
-    *(Learned, OneAtATime, RewardTrained),
+from unmask.decoding.policies.rule import (
+    RULES,
+    NetworkPolicy,
+    Policy,
+    SelectorNetwork,
+    as_text,
+    default_of,
+    parameters_of,
 )
-RULES: dict[str, type[Policy]] = {rule.key: rule for rule in _CLASSES}
+from unmask.errors import UserError, did_you_mean, require
+from unmask.own_code import import_class
+
+_OWN = r"[\w.-]+:[A-Za-z_]\w*"  # "module:Class", and also `rdm:linear`
+
+
+def own_rules(text: str) -> list[str]:
+    """Each "module:Class" in a policy: to parse the policy is to import these modules and run their code."""
+    built_in = {key for key, rule in RULES.items() if rule.__module__.startswith("unmask.")}
+    return [name for name in re.findall(_OWN, text) if name.partition(":")[0] not in built_in]
 
 
 def parse_policy(text: str, network: SelectorNetwork | None = None) -> Policy:
     """The rule that `text` names.  `network` is the selector of the rules that need one."""
-    if text.count("(") > 8:
-        raise UserError(f"cannot read a policy with {text.count('(')} brackets: no rule nests so deep")
-    match = re.fullmatch(r"\s*([a-z0-9-]+)\s*(?::\s*([^:()]+)|\((.*)\))?\s*", text, flags=re.DOTALL)
-    if match is None:
-        raise UserError(f"cannot read the policy {text!r}: write it as margin, threshold:0.9 or blocks(32,margin)")
-    key, single, several = match.groups()
-    if key not in RULES:
-        raise UserError(f"unknown policy {key!r}; {did_you_mean(key, RULES)}choose from {', '.join(RULES)}")
-    rule = RULES[key]
-    arguments = [single] if single is not None else _split(several, text) if several and several.strip() else []
+    require(text.count("(") <= 8, f"cannot read a policy with {text.count('(')} brackets: no rule nests so deep")
+    rule, arguments = _rule_and_arguments(text)
     values: dict[str, Any] = {}
     if issubclass(rule, NetworkPolicy):
         if network is None:
-            raise UserError(f"{key} needs a learned order, and there is none: train one with an [order] section")
+            raise UserError(
+                f"{rule.key} needs a learned order, and there is none: train one with an [order] section; "
+                f"in Python, pass {rule.__name__}(selector)"
+            )
         values["network"] = network
-    types, positional = get_type_hints(rule), [p for p in parameters(rule) if not p.kw_only]
-    for place, argument in enumerate(part.strip() for part in arguments):
-        name, equals, value = argument.partition("=")
+    types, parameters = get_type_hints(rule), parameters_of(rule)
+    positional = [parameter.name for parameter in parameters if not parameter.kw_only]
+    for place, argument in enumerate(arguments):
+        name, equals, value = (part.strip() for part in argument.partition("="))
         # `deterministic` alone sets a switch; an `=` inside brackets belongs to a rule in there.
-        if not re.fullmatch(r"[a-z_]+", name.strip()) or (not equals and types.get(name) is not bool):
-            if place >= len(positional):
-                raise UserError(f"{text!r}: {usage(rule)} has no place for {argument!r}")
-            name, value = positional[place].name, argument
+        if not re.fullmatch(r"[a-z_]+", name) or (not equals and types.get(name) is not bool):
+            require(place < len(positional), f"{text!r}: {usage(rule)} has no place for {argument!r}")
+            name, value = positional[place], argument
         elif not equals:
             value = "true"
-        name = name.strip()
-        if name not in {p.name for p in parameters(rule)}:
-            raise UserError(f"{text!r}: {key} has no parameter {name!r}; write it as {usage(rule)}")
-        if name in values:
-            raise UserError(f"{text!r}: {name} is given twice")
-        values[name] = _value(value.strip(), types[name], f"{text!r}: {name}", network)
-    missing = [p.name for p in positional if p.name not in values and default(p) is MISSING]
-    if missing:
-        raise UserError(f"{text!r}: {' and '.join(missing)} missing; write it as {usage(rule)}")
-    return rule(**values)
+        known = name in [parameter.name for parameter in parameters]
+        require(known, f"{text!r}: {rule.key} has no parameter {name!r}; write it as {usage(rule)}")
+        require(name not in values, f"{text!r}: {name} is given twice")
+        values[name] = _value(value, types[name], f"{text!r}: {name}", network)
+    required = [parameter.name for parameter in parameters if default_of(parameter) is MISSING]
+    missing = [name for name in required if name not in values]
+    require(not missing, f"{text!r}: {' and '.join(missing)} missing; write it as {usage(rule)}")
+    try:
+        return rule(**values)
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"policy {text!r}: {error}") from None  # a rule of the user's own need not know of UserError
 
 
 def check_policy(text: str) -> None:
-    """ValueError where `text` names no rule, whether or not there is a network for it yet."""
+    """UserError where `text` names no rule, whether or not there is a network for it yet."""
     parse_policy(text, network=cast(SelectorNetwork, object()))
-
-
-def parameters(rule: type[Policy]) -> list[Field[Any]]:
-    """What a string may say about a rule: all of its fields but the network."""
-    return [field for field in fields(rule) if field.repr]  # type: ignore[arg-type]
 
 
 def usage(rule: type[Policy]) -> str:
     """How a rule is written, with its defaults: `threshold(0.9,confidence=max,paced=false)`."""
     shown = []
-    for parameter in parameters(rule):
-        value = parameter.name.upper() if default(parameter) is MISSING else written(default(parameter))
+    for parameter in parameters_of(rule):
+        default = default_of(parameter)
+        value = parameter.name.upper() if default is MISSING else as_text(default)
         shown.append(f"{parameter.name}={value}" if parameter.kw_only else value)
     return f"{rule.key}({','.join(shown)})" if shown else rule.key
+
+
+def _rule_and_arguments(text: str) -> tuple[type[Policy], list[str]]:
+    """The class that a policy names, and what stands in its brackets or behind its colon, at each comma."""
+    own = re.fullmatch(rf"\s*({_OWN})\s*(?:\((.*)\))?\s*", text, flags=re.DOTALL)
+    if own and own_rules(own[1]):
+        rule = import_class("policy", own[1])
+        if not (isinstance(rule, type) and issubclass(rule, Policy) and hasattr(rule, "key")):
+            raise UserError(f"policy {own[1]!r} must be a dataclass derived from unmask.policies.Policy, with a key")
+        return rule, _split(own[2] or "", text)
+    match = re.fullmatch(r"\s*([a-z0-9-]+)\s*(?::\s*([^:()]+)|\((.*)\))?\s*", text, flags=re.DOTALL)
+    if match is None:
+        raise UserError(f"cannot read the policy {text!r}: write it as margin, threshold:0.9 or blocks(32,margin)")
+    key, single, several = match.groups()
+    nearest, known = did_you_mean(key, RULES), ", ".join(RULES)
+    require(key in RULES, f"unknown policy {key!r}; {nearest}choose from {known}, or give your own 'module:Class'")
+    return RULES[key], [single.strip()] if single is not None else _split(several or "", text)
 
 
 def _split(arguments: str, text: str) -> list[str]:
@@ -92,29 +110,24 @@ def _split(arguments: str, text: str) -> list[str]:
             parts.append("")
         else:
             parts[-1] += letter
-    if depth != 0:
-        raise UserError(f"cannot read the policy {text!r}: its brackets do not match")
-    return parts
+    require(depth == 0, f"cannot read the policy {text!r}: its brackets do not match")
+    return [part.strip() for part in parts] if arguments.strip() else []
 
 
 def _value(text: str, wanted: Any, what: str, network: SelectorNetwork | None) -> Any:
     """A parameter's text as the type that its field declares."""
-    if get_origin(wanted) is not None:  # Literal
-        choices = get_args(wanted)
-        if text not in choices:
-            raise UserError(f"{what} must be {' or '.join(choices)}, got {text!r}")
+    if wanted is str:
         return text
-    if wanted is bool:
-        if text not in ("true", "false"):
-            raise UserError(f"{what} must be true or false, got {text!r}")
-        return text == "true"
+    if get_origin(wanted) is Literal or wanted is bool:
+        choices = {"true": True, "false": False} if wanted is bool else {choice: choice for choice in get_args(wanted)}
+        require(text in choices, f"{what} must be {' or '.join(choices)}, got {text!r}")
+        return choices[text]
     if wanted in (int, float):
         try:
             number = wanted(text)
         except ValueError:
             kind = "a whole number" if wanted is int else "a number"
             raise UserError(f"{what} must be {kind}, got {text!r}") from None
-        if wanted is int and abs(number) >= 2**31:
-            raise UserError(f"{what} must be below 2^31, got {text!r}")
+        require(wanted is float or abs(number) < 2**31, f"{what} must be below 2^31, got {text!r}")
         return number
     return parse_policy(text, network)

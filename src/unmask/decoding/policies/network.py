@@ -4,73 +4,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from unmask.decoding.confidence import FEATURES, features
-from unmask.decoding.policies.ranked import check_temperature
-from unmask.decoding.policies.rule import Decision, Policy, Step, highest, require
-from unmask.errors import UserError
-from unmask.variational.selection import Bernoulli, NonEmpty, Selection
-
-
-class ScoringNetwork(Protocol):
-    """Logits [b, L] from (hidden, confidences [b, L, 3], masked, t [b], budget [b], attention)."""
-
-    @property
-    def budgets(self) -> tuple[int, ...]:
-        """The numbers of steps S that it was trained for."""
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        confidences: Tensor,
-        masked: Tensor,
-        t: Tensor,
-        budget: Tensor,
-        attention_mask: Tensor | None,
-    ) -> Tensor: ...
-
-
-class SelectorNetwork(ScoringNetwork, Protocol):
-    selection: Selection  # its form: `bernoulli` or `nonempty`
-
-
-class NetworkPolicy(Policy):
-    """What the rules that a network decides have in common."""
-
-    network: ScoringNetwork
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return FEATURES
-
-    def check(self, max_steps: int, num_response: Tensor) -> None:
-        if max_steps not in self.network.budgets:
-            budgets = ", ".join(map(str, self.network.budgets))
-            raise UserError(f"the learned order was trained for T = {budgets} only, not for {max_steps} steps")
-
-    def logits(self, step: Step) -> Tensor:
-        """[b, L] at t = S - 1 - i."""
-        stats = torch.where(step.masked[..., None], features(step.stats), 0.0)
-        t = step.max_steps - 1 - step.index
-        return self.network(step.hidden, stats, step.masked, t, step.max_steps, step.attention_mask)
+from unmask.decoding.policies.rule import Decision, NetworkPolicy, ScoringNetwork, SelectorNetwork, Step, highest
+from unmask.decoding.policies.scheduled import check_temperature
+from unmask.errors import require
+from unmask.variational.selection import Bernoulli, NonEmpty
 
 
 @dataclass(frozen=True)
 class Learned(NetworkPolicy):
-    """r ~ P_psi(r_t | x_{t+1}) with t = S - 1 - i, where S is a budget that the selector was trained for (ours).
+    """r ~ P_psi(r_t | x_{t+1}) with t = S - 1 - i, for an S that the selector was trained for (ours).
 
-    `nonempty`: drawn from the product conditioned on r != 0.  With tokens drawn from the denoiser's own distribution
-    (token temperature 1, no top-k, top-p or guidance) this is exactly the model of the bound; greedy tokens are not.
+    `nonempty`: sampled from the product conditioned on r != 0.  With tokens sampled from the denoiser's own
+    distribution (token temperature 1, no top-k, top-p or guidance) this is exactly the model of the bound; with greedy
+    tokens it is not.
     `bernoulli`: r_n ~ Bern(p_n); where none is selected, the most probable position, and the result counts it (the
     model of the bound reveals nothing then).
 
     Knobs that need no retraining; with any of them set, it is no longer the model of the bound:
-    temperature divides the logits, floor is the least p_n, cap the most reveals a step (the most probable of those
-    selected), deterministic reveals p_n >= 1/2 instead of drawing.
+    temperature divides the logits, floor is the least p_n, cap the most reveals per step (the most probable of those
+    selected), deterministic reveals p_n >= 1/2 instead of sampling.
     """
 
     key = "learned"
@@ -98,15 +54,13 @@ class Learned(NetworkPolicy):
         if self.cap:
             reveal = highest(logits, reveal, torch.full_like(step.index, self.cap))
         if isinstance(self.network.selection, NonEmpty) and not self.deterministic:
-            return Decision(reveal, scores=scores)  # something always is selected
-        empty = step.masked.any(-1) & ~reveal.any(-1)
-        fallback = empty[:, None] & highest(logits, step.masked, torch.ones_like(step.index))
-        return Decision(reveal | fallback, nothing_selected=empty, scores=scores)
+            return Decision(reveal, scores=scores)  # something is always selected
+        return _or_most_probable(reveal, logits, step, scores)
 
 
 @dataclass(frozen=True)
 class OneAtATime(NetworkPolicy):
-    """One mask a step, from softmax(order logits over M) (LO-ARM, Wang et al. 2025)."""
+    """One mask per step, from softmax(order logits over M) (LO-ARM, Wang et al. 2025)."""
 
     key = "lo-arm"
     network: ScoringNetwork = field(repr=False)
@@ -133,6 +87,11 @@ class RewardTrained(NetworkPolicy):
     def decide(self, step: Step) -> Decision:
         scores = self.logits(step)
         reveal = Bernoulli().sample(scores / self.temperature, step.masked, step.uniforms())
-        empty = step.masked.any(-1) & ~reveal.any(-1)
-        fallback = empty[:, None] & highest(scores, step.masked, torch.ones_like(step.index))
-        return Decision(reveal | fallback, nothing_selected=empty, scores=scores)
+        return _or_most_probable(reveal, scores, step, scores)
+
+
+def _or_most_probable(reveal: Tensor, logits: Tensor, step: Step, scores: Tensor) -> Decision:
+    """What is selected; where nothing is, the most probable mask, which the result counts."""
+    empty = step.masked.any(-1) & ~reveal.any(-1)
+    fallback = empty[:, None] & highest(logits, step.masked, torch.ones_like(step.index))
+    return Decision(reveal | fallback, nothing_selected=empty, scores=scores)

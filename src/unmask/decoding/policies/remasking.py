@@ -1,4 +1,4 @@
-"""Second thoughts: rules that may mask again what was revealed.  They run all S steps."""
+"""Rules that may mask again what was revealed.  They run all S = max_steps steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.rule import Decision, Policy, Step, highest, require
+from unmask.decoding.policies.rule import Decision, Policy, Step, highest
+from unmask.errors import require
 
 
 @dataclass(frozen=True)
@@ -21,18 +22,14 @@ class RDM(Policy):
     """
 
     key = "rdm"
-    remasks = True
-    reads_revealed = True
+    remasks = reads_revealed = True
+    reads = frozenset({"log_proposal"})
     schedule: Literal["cosine", "linear"] = "cosine"
     revise: Literal["uncond", "cond"] = "uncond"
 
     def __post_init__(self) -> None:
         require(self.schedule in ("cosine", "linear"), f"rdm: schedule must be cosine or linear, got {self.schedule!r}")
         require(self.revise in ("uncond", "cond"), f"rdm: give uncond or cond, got {self.revise!r}")
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return frozenset({"log_proposal"})
 
     def decide(self, step: Step) -> Decision:
         log_p, N, S = step.stats["log_proposal"], step.num_response, step.max_steps
@@ -55,12 +52,8 @@ class P2(Policy):
     """
 
     key = "p2"
-    remasks = True
-    reads_revealed = True
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return frozenset({"log_proposal", "log_current"})
+    remasks = reads_revealed = True
+    reads = frozenset({"log_proposal", "log_current"})
 
     def decide(self, step: Step) -> Decision:
         score = torch.where(step.masked, step.stats["log_proposal"], step.stats["log_current"])
@@ -126,10 +119,7 @@ class ReMDMConf(_ReMDM):
     """ReMDM (Wang et al. 2025), sigma_n = sigma_max softmax over the revealed of (-p_n at reveal), 0 at the masked."""
 
     key = "remdm-conf"
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return frozenset({"log_proposal"})  # remembered as log_reveal
+    reads = frozenset({"log_proposal"})  # remembered as log_reveal
 
     def sigma(self, step: Step, sigma_max: Tensor) -> Tensor:
         revealed = step.response & ~step.masked

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from unmask.decoding.confidence import Confidence
+from unmask.decoding.confidence import FEATURES, Confidence, features
 from unmask.decoding.schedules import reveal_count
-from unmask.errors import UserError
+from unmask.errors import UserError, require
+from unmask.variational.selection import Selection
 
 ConfidenceKind = Literal["max", "sampled"]  # c_n = max_v p_n(v), or p_n(x_n) of the token proposed
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a rule may look at: b sequences of L positions, each at its own step of its own budget."""
+    """What a rule may look at: b sequences of L positions, each at its own step."""
 
     index: Tensor  # [b]: i
     max_steps: Tensor  # [b]: S
@@ -27,7 +28,7 @@ class Step:
     response: Tensor  # [b, L] bool: the N positions that are written, masked or not
     num_response: Tensor  # [b]: N
     attention_mask: Tensor | None  # [b, L] bool; None: no padding
-    uniforms: Callable[[], Tensor]  # [b, L + 1] in (0, 1) on call: one a position, one for the whole sequence
+    uniforms: Callable[[], Tensor]  # [b, L + 1] in (0, 1) on call: one per position, one for the whole sequence
     memory: dict[str, Tensor]  # what the rule kept from the step before
     # From the denoiser's pass; absent for a rule that declares `reads = frozenset()`.
     proposal: Tensor = field(default_factory=lambda: torch.empty(0))  # [b, L]: x_n where the rule may look
@@ -58,16 +59,27 @@ class Decision(NamedTuple):
     memory: dict[str, Tensor] | None = None  # what to keep for the next step
 
 
+RULES: dict[str, type[Policy]] = {}  # every rule by its key, in the order of definition
+
+
+@dataclass(frozen=True)
 class Policy:
-    """An unmasking rule: a frozen dataclass whose fields are its parameters.
+    """An unmasking rule: a frozen dataclass whose fields are its parameters.  One with a `key` registers itself.
 
     `name` is how the command line writes it: positional parameters always, keyword-only ones where they differ from
-    their default.  `parse_policy(rule.name)` gives a rule of `RULES` back.
+    their default.  `parse_policy(rule.name)` gives the rule back.
     """
 
     key: ClassVar[str]
     remasks: ClassVar[bool] = False  # then it runs all S steps
     reads_revealed: ClassVar[bool] = False  # it also looks at what is already revealed: the whole response is projected
+
+    def __init_subclass__(cls) -> None:
+        if "key" in vars(cls):
+            known = RULES.setdefault(cls.key, cls)
+            if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise UserError(f"{cls.__name__}: the key {cls.key!r} is that of {known.__name__}: choose another")
+            RULES[cls.key] = cls  # a class that is defined again replaces itself
 
     @property
     def reads(self) -> frozenset[str]:
@@ -77,21 +89,19 @@ class Policy:
 
     @property
     def name(self) -> str:
-        shown, parameters = [], [p for p in fields(self) if p.repr]  # type: ignore[arg-type]
+        shown, parameters = [], parameters_of(type(self))
         for parameter in parameters:
             value = getattr(self, parameter.name)
             if not parameter.kw_only:
-                shown.append(written(value))
-            elif value != default(parameter):
-                shown.append(parameter.name if value is True else f"{parameter.name}={written(value)}")
-        if not shown:
-            return self.key
+                shown.append(as_text(value))
+            elif value != default_of(parameter):
+                shown.append(parameter.name if value is True else f"{parameter.name}={as_text(value)}")
         if len(shown) == 1 and not parameters[0].kw_only:
             return f"{self.key}:{shown[0]}"
-        return f"{self.key}({','.join(shown)})"
+        return f"{self.key}({','.join(shown)})" if shown else self.key
 
     def check(self, max_steps: int, num_response: Tensor) -> None:
-        """Raise ValueError where the rule cannot run with this budget on responses of these sizes [B]."""
+        """Raise UserError where the rule cannot run with `max_steps` on responses of these sizes [B]."""
 
     def init_state(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
         """What it keeps between steps, as it is before the first: tensors [rows, ...]."""
@@ -105,7 +115,58 @@ class Policy:
         raise NotImplementedError
 
 
-def written(value: object) -> str:
+class ScoringNetwork(Protocol):
+    """Logits [b, L] from the denoiser's hidden states and confidences [b, L, 3] at time t [b] of max_steps [b]."""
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """The values of max_steps that it was trained for."""
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        confidences: Tensor,
+        masked: Tensor,
+        t: Tensor,
+        max_steps: Tensor,
+        attention_mask: Tensor | None,
+        /,
+    ) -> Tensor: ...
+
+
+class SelectorNetwork(ScoringNetwork, Protocol):
+    selection: Selection  # its form: `bernoulli` or `nonempty`
+
+
+class NetworkPolicy(Policy):
+    """What the rules that a network decides have in common."""
+
+    network: ScoringNetwork
+    reads = FEATURES
+
+    def check(self, max_steps: int, num_response: Tensor) -> None:
+        budgets = self.network.budgets
+        known = ", ".join(map(str, budgets))
+        require(max_steps in budgets, f"the learned order was trained for T = {known} only, not for {max_steps} steps")
+
+    def logits(self, step: Step) -> Tensor:
+        """[b, L] at t = S - 1 - i."""
+        stats = torch.where(step.masked[..., None], features(step.stats), 0.0)
+        t = step.max_steps - 1 - step.index
+        return self.network(step.hidden, stats, step.masked, t, step.max_steps, step.attention_mask)
+
+
+def parameters_of(rule: type[Policy]) -> list[Field[Any]]:
+    """What a string may say about a rule: all of its fields but the network."""
+    return [parameter for parameter in fields(rule) if parameter.repr]
+
+
+def default_of(parameter: Field[Any]) -> Any:
+    """The default of a field, MISSING where it has none."""
+    return parameter.default if parameter.default_factory is MISSING else parameter.default_factory()
+
+
+def as_text(value: object) -> str:
     """A parameter's value as the command line writes it."""
     if isinstance(value, Policy):
         return value.name
@@ -114,11 +175,6 @@ def written(value: object) -> str:
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
     return str(value)
-
-
-def default(parameter: Field[Any]) -> Any:
-    """The default of a field, MISSING where it has none."""
-    return parameter.default if parameter.default_factory is MISSING else parameter.default_factory()
 
 
 def descending(score: Tensor, among: Tensor) -> Tensor:
@@ -136,9 +192,3 @@ def highest(score: Tensor, among: Tensor, count: Tensor) -> Tensor:
     """[b, L] bool: the `count` [b] positions `among` [b, L] with the largest score, ties to the leftmost."""
     lowest = torch.finfo(score.dtype).min  # a position that counts is above all others, even with a score of -inf
     return among & first(descending(score.clamp(min=lowest), among), count)
-
-
-def require(condition: bool, message: str) -> None:
-    """Parameters out of range, in one line."""
-    if not condition:
-        raise UserError(message)

@@ -1,4 +1,4 @@
-"""By position or by chance, whatever the denoiser says; and blocks, which hold any rule."""
+"""By position: dilated unmasking, and any rule inside blocks."""
 
 from __future__ import annotations
 
@@ -7,19 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.network import NetworkPolicy
-from unmask.decoding.policies.rule import Decision, Policy, Step, require
-
-
-@dataclass(frozen=True)
-class IID(Policy):
-    """Each mask independently with probability 1 / (S - i): ancestral sampling, linear schedule (MDLM, MD4, SMDM)."""
-
-    key = "iid"
-
-    def decide(self, step: Step) -> Decision:
-        left = step.max_steps - step.index
-        return Decision(step.uniforms()[:, :-1] * left[:, None] < 1)
+from unmask.decoding.policies.rule import Decision, NetworkPolicy, Policy, Step
+from unmask.errors import require
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,9 @@
-"""A score ranks the masks, a count cuts: the k_i best are revealed.  k_i = N div S, plus one for the first N mod S."""
+"""As many masks as the schedule says, whatever the denoiser is sure of.
+
+iid reveals each of them with the same probability; the others reveal the k_i with the largest score,
+
+    k_i = N div S, plus one for the first N mod S steps,      S = max_steps.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,19 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.rule import (
-    ConfidenceKind,
-    Decision,
-    Policy,
-    Step,
-    descending,
-    first,
-    highest,
-    require,
-    written,
-)
+from unmask.decoding.policies.rule import ConfidenceKind, Decision, Policy, Step, as_text, descending, first, highest
+from unmask.errors import require
+
+
+@dataclass(frozen=True)
+class IID(Policy):
+    """Each mask independently with probability 1 / (S - i): ancestral sampling, linear schedule (MDLM, MD4, SMDM)."""
+
+    key = "iid"
+
+    def decide(self, step: Step) -> Decision:
+        left = step.max_steps - step.index
+        return Decision(step.uniforms()[:, :-1] * left[:, None] < 1)
 
 
 class Ranked(Policy):
@@ -62,10 +69,7 @@ class Margin(Ranked):
     """The k_i largest p_n(1st) - p_n(2nd) (Kim et al. 2025)."""
 
     key = "margin"
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return frozenset({"margin"})
+    reads = frozenset({"margin"})
 
     def score(self, step: Step) -> Tensor:
         return step.stats["margin"]
@@ -76,10 +80,7 @@ class Entropy(Ranked):
     """The k_i smallest entropies H_n (Dream's `entropy`; beware: two public codes rank by +H)."""
 
     key = "entropy"
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return frozenset({"entropy"})
+    reads = frozenset({"entropy"})
 
     def score(self, step: Step) -> Tensor:
         return -step.stats["entropy"]
@@ -107,7 +108,7 @@ class Stochastic(Policy):
     temperature: float
 
     def __post_init__(self) -> None:
-        require(isinstance(self.order, Ranked), f"stochastic needs an order such as margin, not {written(self.order)}")
+        require(isinstance(self.order, Ranked), f"stochastic needs an order such as margin, not {as_text(self.order)}")
         check_temperature("stochastic", self.temperature)
 
     @property

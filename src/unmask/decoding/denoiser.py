@@ -1,0 +1,23 @@
+"""What generation asks of a model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class AnyDenoiser(Protocol):
+    """Any model that generation can run.  `logits` gives the mask token no mass.
+
+    Where it has a `vocab_size` too, ids that are neither below it nor below the mask's are refused before any pass.
+    """
+
+    @property
+    def mask_token_id(self) -> int: ...
+
+    def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """[B, L, D] from tokens [B, L] and attention_mask [B, L] bool (False on padding; None: no padding)."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[M, V] from hidden states [M, D]."""

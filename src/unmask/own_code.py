@@ -1,0 +1,39 @@
+"""Code of the user's own: a task or a rule that is named "module:Class".  To import it is to run it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from importlib.machinery import PathFinder
+from itertools import accumulate
+from typing import Any
+
+from unmask.errors import UserError
+
+
+def is_own(name: str) -> bool:
+    """Whether a task is named "module:Class"."""
+    return ":" in name
+
+
+def source_of(name: str) -> str:
+    """The file of the module in "module:Class".  Nothing is imported to find it, not even the packages around it."""
+    folders, found = [*sys.path, ""], None
+    for names in accumulate(name.partition(":")[0].split("."), "{}.{}".format):  # a, a.b, a.b.c
+        found = PathFinder.find_spec(names, folders)
+        folders = list(found.submodule_search_locations or []) if found else []
+    return (found and found.origin) or "a file that was not found"
+
+
+def import_class(kind: str, name: str) -> Any:
+    """What "module:Class" names; `kind` is "task" or "policy".  The current folder is searched last."""
+    module, _, cls = name.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), cls)):
+        raise UserError(f"{kind} {name!r}: write a {kind} of your own as module:Class, such as my_module:MyClass")
+    if "" not in sys.path:
+        sys.path.append("")
+    try:
+        return getattr(importlib.import_module(module), cls)
+    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
+        where = "installed packages and the current folder were searched"
+        raise UserError(f"{kind} {name!r} cannot be imported: {error} ({where})") from None
