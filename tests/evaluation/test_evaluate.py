@@ -579,7 +579,7 @@ def tiny_of(model):
         said = torch.stack([best[..., 0], best[..., 0] - best[..., 1], -(p * p.log()).sum(-1)], dim=-1)
         said = torch.where(masked[..., None], said, 0.0)
         times = torch.full((len(x),), t)
-        return model.selector(model.denoiser.hidden(x), said, masked, times, BUDGET)
+        return model.selector(model.denoiser.hidden(x), said, masked, times)
 
     return TinyModel(denoiser, selector, model.scorer, model.selection, 3, model.config.tau)
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -18,13 +17,14 @@ from torch import nn
 
 from unmask import files
 from unmask.errors import UserError
-from unmask.jsonl import fits, parse_json
+from unmask.fields import build
+from unmask.jsonl import parse_json
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser, OrderScorer, Selector, SelectorConfig
 from unmask.runtime import available_memory
 from unmask.variational.selection import Bernoulli, NonEmpty, Selection
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 SELECTIONS: dict[str, Selection] = {form.name: form for form in (NonEmpty(), Bernoulli())}
 MASK_TOKEN = "[MASK]"
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
@@ -149,8 +149,8 @@ def with_mask_token(tokenizer: Tokenizer) -> Tokenizer:
 
 def _read_config(path: Path) -> OrderModelConfig:
     try:
-        fields: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
-        version = fields.pop("format_version")
+        values = parse_json(path.read_text(encoding="utf-8"))
+        version = values.pop("format_version")
     except (ValueError, KeyError, AttributeError, TypeError):  # no JSON, no such key, no object, a list
         raise ModelFolderError(f"{path} is not the config of an unmask model (no format_version)") from None
     if version != FORMAT_VERSION:
@@ -159,19 +159,8 @@ def _read_config(path: Path) -> OrderModelConfig:
             "use the unmask that wrote it, or train again"
         )
     try:
-        given = dict(fields)
-        selector, scorer = fields.pop("selector"), fields.pop("scorer")
-        config = OrderModelConfig(
-            denoiser=BackboneConfig(**fields.pop("denoiser")),
-            selector=SelectorConfig(**{**selector, "budgets": tuple(selector["budgets"])}) if selector else None,
-            scorer=BackboneConfig(**scorer) if scorer else None,
-            **fields,
-        )
-        hints = get_type_hints(OrderModelConfig)
-        if wrong := [name for name, value in given.items() if not fits(value, hints[name])]:
-            raise UserError(f"wrong type in {', '.join(wrong)}")
-        return config
-    except (TypeError, ValueError, KeyError) as error:
+        return build(OrderModelConfig, values)
+    except UserError as error:
         raise _damaged(path, error) from None
 
 

@@ -36,11 +36,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from unmask import files
 from unmask.errors import UserError, did_you_mean
+from unmask.fields import build
 from unmask.jsonl import append_jsonl, read_jsonl, sealed
 from unmask.recipe import (
     Recipe,
-    RecipeError,
-    build,
     differences,
     load_recipe,
     not_continued,
@@ -154,8 +153,8 @@ def load_study(name: str) -> tuple[Study, Path]:
         path = study_folder() / f"{name}.toml"
     if not path.is_file():
         known = known_studies()
-        raise RecipeError(f"no study {name!r}; {did_you_mean(name, known)}give a file or one of {', '.join(known)}")
-    study: Study = build(Study, read_toml(path), "study")
+        raise UserError(f"no study {name!r}; {did_you_mean(name, known)}give a file or one of {', '.join(known)}")
+    study = build(Study, read_toml(path), "study")
     return study, path
 
 
@@ -571,7 +570,7 @@ def _instead(name: str, known: Iterable[str]) -> str:
 
 
 def read_done(path: Path) -> list[Done]:
-    return [Done(**row) for row in read_jsonl(path, Done)] if path.exists() else []
+    return read_jsonl(path, Done) if path.exists() else []
 
 
 def written(stage: Stage) -> str:

@@ -29,8 +29,10 @@ from pathlib import Path
 
 from unmask import files
 from unmask.errors import UserError
+from unmask.fields import build
+from unmask.jsonl import parse_json
 from unmask.models.order_model import MODEL_FILES, OrderModel
-from unmask.recipe import Recipe, RecipeError, differences
+from unmask.recipe import Recipe, differences
 from unmask.training.checkpoint import CheckpointFolder, reason, warn
 
 # All that the commands of this program write below a run folder; whatever else is there is somebody's own.
@@ -120,21 +122,23 @@ def read_recipe(folder: Path) -> Recipe:
     path = folder / "recipe.json"
     try:
         files.check(folder, path.name)
-        return Recipe.from_json(path.read_text(encoding="utf-8"))
-    except files.ChecksumError as error:
-        raise RunFolderError(str(error)) from None
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise RunFolderError(f"{path} is missing: give the folder of a run, or restore the file from a copy") from None
     except OSError as error:
         raise RunFolderError(
             f"{path} cannot be read ({reason(error)}): mend that and give the same command again"
         ) from None
-    except RecipeError as error:
+    try:
+        values = parse_json(text)
+    except UserError as error:
+        raise RunFolderError(f"{path} is damaged ({error}): restore it from a copy") from None
+    try:
+        return build(Recipe, values)
+    except UserError as error:
         raise RunFolderError(
             f"{path} does not fit this version ({error}): undo that change, or use the unmask that wrote it"
         ) from None
-    except UserError as error:
-        raise RunFolderError(f"{path} is damaged ({error}): restore it from a copy") from None
 
 
 def _replaced(out: Path) -> Path:

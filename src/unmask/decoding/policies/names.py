@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from unmask.decoding.policies.adaptive import EntropyBounded, Factor, KLStable, Threshold
 from unmask.decoding.policies.network import Learned, NetworkPolicy, OneAtATime, RewardTrained, SelectorNetwork
@@ -13,6 +14,7 @@ from unmask.decoding.policies.remasking import P2, RDM, ReMDMCap, ReMDMConf, ReM
 from unmask.decoding.policies.rule import Policy, default, written
 from unmask.decoding.policies.structured import IID, Blocks, Dilated
 from unmask.errors import UserError, did_you_mean
+from unmask.fields import convert
 
 _CLASSES: tuple[type[Policy], ...] = (
     *(IID, TopProbability, Margin, Entropy, LeftToRight, Stochastic),
@@ -99,22 +101,12 @@ def _split(arguments: str, text: str) -> list[str]:
 
 def _value(text: str, wanted: Any, what: str, network: SelectorNetwork | None) -> Any:
     """A parameter's text as the type that its field declares."""
-    if get_origin(wanted) is not None:  # Literal
-        choices = get_args(wanted)
-        if text not in choices:
-            raise UserError(f"{what} must be {' or '.join(choices)}, got {text!r}")
-        return text
-    if wanted is bool:
-        if text not in ("true", "false"):
-            raise UserError(f"{what} must be true or false, got {text!r}")
-        return text == "true"
+    if isinstance(wanted, type) and issubclass(wanted, Policy):
+        return parse_policy(text, network)
+    value: Any = {"true": True, "false": False}.get(text, text)
     if wanted in (int, float):
-        try:
-            number = wanted(text)
-        except ValueError:
-            kind = "a whole number" if wanted is int else "a number"
-            raise UserError(f"{what} must be {kind}, got {text!r}") from None
-        if wanted is int and abs(number) >= 2**31:
-            raise UserError(f"{what} must be below 2^31, got {text!r}")
-        return number
-    return parse_policy(text, network)
+        with suppress(ValueError):  # what is no number stays text, which `convert` refuses
+            value = wanted(text)
+    if type(value) is int and abs(value) >= 2**31:
+        raise UserError(f"{what} must be below 2^31, got {text!r}")
+    return convert(wanted, value, what)

@@ -17,11 +17,11 @@ from unmask.variational.selection import Bernoulli, NonEmpty, Selection
 
 
 class ScoringNetwork(Protocol):
-    """Logits [b, L] from (hidden, confidences [b, L, 3], masked, t [b], budget [b], attention)."""
+    """Logits [b, L] from (hidden, confidences [b, L, 3], masked, t [b], attention mask)."""
 
     @property
-    def budgets(self) -> tuple[int, ...]:
-        """The numbers of steps S that it was trained for."""
+    def budget(self) -> int | None:
+        """The number of steps that it was trained for; None: it takes any."""
 
     def __call__(
         self,
@@ -29,7 +29,6 @@ class ScoringNetwork(Protocol):
         confidences: Tensor,
         masked: Tensor,
         t: Tensor,
-        budget: Tensor,
         attention_mask: Tensor | None,
     ) -> Tensor: ...
 
@@ -48,20 +47,19 @@ class NetworkPolicy(Policy):
         return FEATURES
 
     def check(self, max_steps: int, num_response: Tensor) -> None:
-        if max_steps not in self.network.budgets:
-            budgets = ", ".join(map(str, self.network.budgets))
-            raise UserError(f"the learned order was trained for T = {budgets} only, not for {max_steps} steps")
+        if self.network.budget not in (None, max_steps):
+            raise UserError(f"the learned order was trained for T = {self.network.budget}, not for {max_steps} steps")
 
     def logits(self, step: Step) -> Tensor:
         """[b, L] at t = S - 1 - i."""
         stats = torch.where(step.masked[..., None], features(step.stats), 0.0)
         t = step.max_steps - 1 - step.index
-        return self.network(step.hidden, stats, step.masked, t, step.max_steps, step.attention_mask)
+        return self.network(step.hidden, stats, step.masked, t, step.attention_mask)
 
 
 @dataclass(frozen=True)
 class Learned(NetworkPolicy):
-    """r ~ P_psi(r_t | x_{t+1}) with t = S - 1 - i, where S is a budget that the selector was trained for (ours).
+    """r ~ P_psi(r_t | x_{t+1}) with t = S - 1 - i, where S is the budget that the selector was trained for (ours).
 
     `nonempty`: drawn from the product conditioned on r != 0.  With tokens drawn from the denoiser's own distribution
     (token temperature 1, no top-k, top-p or guidance) this is exactly the model of the bound; greedy tokens are not.

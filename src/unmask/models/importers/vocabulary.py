@@ -92,5 +92,8 @@ def ids_in(tokenizer: Tokenizer, vocabulary: Sequence[str]) -> list[int | None]:
     ids = tokenizer.get_vocab()
     single = set(bytes_of(json.loads(tokenizer.to_str())))
     if missing := [token for token in vocabulary if token not in ids and token not in single]:
-        raise UserError(f"{len(missing)} tokens, such as {missing[0]!r}, are not tokens of the pretrained tokenizer")
+        raise UserError(
+            f"{len(missing)} tokens, such as {missing[0]!r}, are not tokens of the pretrained tokenizer: "
+            "set task.tokenizer to the pretrained model"
+        )
     return [ids.get(token) for token in vocabulary]
