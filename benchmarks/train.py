@@ -41,7 +41,7 @@ from unmask.models.packing import places
 from unmask.recipe import Optimisation
 from unmask.tasks.task import Examples
 from unmask.training.compiled import compiled_networks
-from unmask.training.loop import Metrics, run_stage
+from unmask.training.loop import Metrics, Stage, run_stage
 from unmask.training.objectives import DenoiseObjective, OrderObjective
 from unmask.training.reading import log_likelihood
 from unmask.variational.estimators import LeaveOneOut
@@ -150,7 +150,7 @@ def update_seconds(
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):  # the progress: records go to stdout
         path = Path(folder) / "metrics.jsonl"
-        run_stage(what[:8], 0, objective, rates, stage, task, 0, accelerator, Metrics(path))  # type: ignore[arg-type]
+        run_stage(Stage.ORDER, objective, rates, stage, task, 0, accelerator, Metrics(path))  # type: ignore[arg-type]
         seconds = [json.loads(line)["seconds"] for line in path.read_text().splitlines()]
     model.zero_grad(set_to_none=True)
     peak = torch.cuda.max_memory_allocated() if case.device == "cuda" else 0

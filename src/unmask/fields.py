@@ -37,7 +37,8 @@ def check_fields(cls: type[Any], values: Any, where: str = "") -> dict[str, Any]
     prefix = f"{where}: " if where else ""
     if not isinstance(values, Mapping):
         raise UserError(f"{where or 'it'} must be a table, got {_shown(values)}")
-    hints, known = _hints(cls), {field.name: field for field in fields(cls)}
+    hints = _hints(cls)  # type: ignore[arg-type]  # mypy takes a class for unhashable
+    known = {field.name: field for field in fields(cls)}
     for key in values:
         if key not in known:
             nearest = did_you_mean(str(key), known)

@@ -13,8 +13,9 @@ from accelerate.state import AcceleratorState
 
 from tests.training.small import TINY_RECIPE, contents, json_lines, same, weights
 from unmask import files
+from unmask.errors import UserError
 from unmask.models.order_model import ModelFolderError, OrderModel
-from unmask.recipe import ModelRecipe, Recipe, RecipeError, continued, load_recipe
+from unmask.recipe import ModelRecipe, Recipe, continued, load_recipe
 from unmask.training import run as run_module
 from unmask.training.loop import NonFiniteError, run_stage
 from unmask.training.metrics import Metrics
@@ -234,7 +235,7 @@ UNFIT = {
 @pytest.mark.parametrize(("overrides", "expected"), UNFIT.values(), ids=UNFIT.keys())
 def test_a_baseline_that_is_not_what_the_run_would_have_trained(base, shared, tmp_path, overrides, expected):
     unfit = joint_beside(base, shared, *(override.format(base=base) for override in overrides))
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(UserError) as error:
         train(unfit, tmp_path / "run", cpu=True)
     assert expected in one_line(error)
     assert not (tmp_path / "run").exists()
@@ -243,20 +244,20 @@ def test_a_baseline_that_is_not_what_the_run_would_have_trained(base, shared, tm
 def test_an_unfinished_or_retrained_baseline_is_not_taken(base, shared, tmp_path):
     unfinished = shutil.copytree(shared, tmp_path / "unfinished")
     (unfinished / "checkpoints").mkdir()
-    with pytest.raises(RecipeError, match="is no finished run"):
+    with pytest.raises(UserError, match="is no finished run"):
         train(joint_beside(base, unfinished), tmp_path / "run", cpu=True)
     start = shutil.copytree(base / "frozen", tmp_path / "start")
     train(without(recipe(base, *PLAIN, f"init={start}"), order=None), tmp_path / "plain", cpu=True)
     shutil.rmtree(start)
     shutil.copytree(base / "joint", start)  # another denoiser at the same place
-    with pytest.raises(RecipeError, match="did not start from the denoiser of init"):
+    with pytest.raises(UserError, match="did not start from the denoiser of init"):
         train(joint_beside(base, tmp_path / "plain", f"init={start}"), tmp_path / "run", cpu=True)
 
 
 def test_where_a_shared_baseline_makes_no_sense(base):
-    with pytest.raises(RecipeError, match="continued is for denoiser_rate > 0"):
+    with pytest.raises(UserError, match="continued is for denoiser_rate > 0"):
         load_recipe(order_only(base), ["init=runs/x", "order.continued=runs/y"])
-    with pytest.raises(RecipeError, match="leave \\[denoise\\] out"):
+    with pytest.raises(UserError, match="leave \\[denoise\\] out"):
         recipe(base, *JOINT, "order.continued=runs/y")
 
 
@@ -386,11 +387,11 @@ NO_ORDER_TO_GO_ON_WITH = {
 @pytest.mark.parametrize(("overrides", "expected"), NO_ORDER_TO_GO_ON_WITH.values(), ids=NO_ORDER_TO_GO_ON_WITH.keys())
 def test_an_order_that_cannot_be_gone_on_with(base, tmp_path, overrides, expected):
     overrides = [override.format(base=base) for override in overrides]
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(UserError) as caught:
         train(load_recipe(order_only(base), [*overrides, "order.from_init=true"]), tmp_path / "run", cpu=True)
     assert expected in one_line(caught)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(RecipeError, match=r"set init to its run, and leave \[denoise\] out"):
+    with pytest.raises(UserError, match=r"set init to its run, and leave \[denoise\] out"):
         recipe(base, f"init={base / 'frozen'}", "order.from_init=true")
 
 
@@ -411,21 +412,21 @@ def test_an_earlier_denoiser_trained_on(base, tmp_path, monkeypatch):
 
 
 def test_init_of_another_shape(base, tmp_path):
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(UserError) as caught:
         train(recipe(base, f"init={base / 'frozen'}", "model.width=32"), tmp_path / "run", cpu=True)
     assert "has width 16, but the recipe's [model] says 32" in one_line(caught)
 
 
 def test_init_from_nowhere(base, tmp_path, monkeypatch):
     monkeypatch.setattr("unmask.training.run.make_task", None)  # nobody waits for the task first
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(UserError) as caught:
         train(recipe(base, "init=nowhere"), tmp_path / "run", cpu=True)
     assert "init = 'nowhere': no such folder or file" in one_line(caught)
     assert not (tmp_path / "run").exists()
 
 
 def test_init_of_another_task(base, tmp_path):
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(UserError) as caught:
         train(recipe(base, f"init={base / 'frozen'}", "task.symbols=5"), tmp_path / "run", cpu=True)
     assert "knows 3 tokens, but task groups has 5" in one_line(caught)
     assert not (tmp_path / "run").exists()
@@ -574,13 +575,13 @@ def test_a_recipe_that_fails_costs_nobody_a_run(base, tmp_path, override):
 
 def test_task_errors_name_the_nearest(base, tmp_path):
     for override, expected in [("task.name=gruops", "'groups'"), ("task.symbol=3", "'symbols'")]:
-        with pytest.raises(RecipeError, match=f"did you mean {expected}"):
+        with pytest.raises(UserError, match=f"did you mean {expected}"):
             train(recipe(base, override), tmp_path / "run", cpu=True)
 
 
 def test_sizes_are_named(base, tmp_path):
     shape = ["model.width=0", "model.layers=0", "model.heads=0", "model.intermediate=0"]
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(UserError) as caught:
         train(recipe(base, "model.size=7m", *shape), tmp_path / "run", cpu=True)
     message = one_line(caught)
     assert "model.size = '7m' is unknown" in message
@@ -588,10 +589,10 @@ def test_sizes_are_named(base, tmp_path):
 
 
 def test_a_sequence_longer_than_the_context(base, tmp_path):
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(UserError) as caught:
         train(recipe(base, "model.max_length=3"), tmp_path / "run", cpu=True)
     assert "longer than the model's context of 3: raise model.max_length" in one_line(caught)
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(UserError) as caught:
         train(recipe(base, f"init={base / 'frozen'}", "task.groups=3"), tmp_path / "run", cpu=True)
     assert "sequences of 6 tokens, longer than the model's context of 4" in one_line(caught)
 
@@ -664,7 +665,7 @@ def test_a_recipe_that_cannot_be_used_says_why(base, tmp_path, spoil, said):
     """And never advises to train again, which could cost the run."""
     folder = finished(base, tmp_path)
     spoil(folder / "recipe.json")
-    with pytest.raises((RunFolderError, RecipeError)) as caught:
+    with pytest.raises((RunFolderError, UserError)) as caught:
         load_run(folder, trust_task=True)
     assert said in one_line(caught)
     assert "again" not in one_line(caught) or "same command again" in one_line(caught)
@@ -806,10 +807,10 @@ def test_a_folder_beside_a_run_that_is_no_run_is_left_alone(base, tmp_path):
 
 def test_a_tracker_that_is_not_installed_is_refused(base, tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "find_spec", lambda name: None)
-    with pytest.raises(RecipeError, match="trackers: wandb is not installed; pip install wandb, or leave it out"):
+    with pytest.raises(UserError, match="trackers: wandb is not installed; pip install wandb, or leave it out"):
         train(recipe(base, 'trackers=["wandb"]'), tmp_path / "run", cpu=True)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(RecipeError, match="choose from tensorboard, wandb, trackio"):
+    with pytest.raises(UserError, match="choose from tensorboard, wandb, trackio"):
         recipe(base, 'trackers=["wandbe"]')
 
 

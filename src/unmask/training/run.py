@@ -75,9 +75,7 @@ def train(
         precision = precision_on("cpu" if cpu or not torch.accelerator.is_available() else "gpu", recipe.precision)
         stack.enter_context(process_settings(threads=recipe.threads, bf16=precision == "bf16"))
         accelerator = stack.enter_context(_accelerator(recipe, precision, out, cpu))
-        if recipe.order is not None and recipe.order.teacher and accelerator.distributed_type == DistributedType.FSDP:
-            # A teacher runs until its own sequences are written; processes that gather shards must all run as far.
-            raise UserError("order.teacher needs the whole denoiser in every process: launch with DDP instead of FSDP")
+        check_teacher(recipe, accelerator.distributed_type)
         # Weights, gradients and the two moments of Adam, which a GPU keeps in memory of its own.
         model = build_model(recipe, task, copies=4 if accelerator.device.type == "cpu" else 1)
         plain, changes = _continued_elsewhere(recipe, model), ""
@@ -96,6 +94,12 @@ def train(
             return _Training(recipe, task, out, accelerator, stop, changes, on_update).run(model, plain)
         except Stopped as stopped:
             raise Stopped(f"{stopped}; the same command resumes there") from None
+
+
+def check_teacher(recipe: Recipe, distributed: DistributedType) -> None:
+    """A teacher runs until its own sequences are written; processes that gather shards must all run as far."""
+    if recipe.order is not None and recipe.order.teacher and distributed == DistributedType.FSDP:
+        raise UserError("order.teacher needs the whole denoiser in every process: launch with DDP instead of FSDP")
 
 
 class _Training:
