@@ -79,7 +79,7 @@ def mask_uniformly(response: Tensor, position: Tensor, counts: Tensor, ids: Tens
 
 
 class Rollout(NamedTuple):
-    """k trajectories a sequence down to x_{t+1}, and what the networks say there: all that the bound is made of."""
+    """k trajectories per sequence down to x_{t+1}, and what the networks say there: all that the bound is made of."""
 
     scores: Tensor  # [B, L]
     response: Tensor  # [B, L] bool
@@ -91,7 +91,7 @@ class Rollout(NamedTuple):
 
 
 class OrderObjective(nn.Module):
-    """The paper's bound: one time t a sequence, k trajectories of it, and the surrogate of `estimate_bound`.
+    """The paper's bound: one time t per sequence, k trajectories of it, and the surrogate of `estimate_bound`.
 
     T is that of the selector.  A frozen denoiser (`learn_denoiser` False) is run without a graph.  What the selector
     reads from the denoiser is detached, so that theta gets the gradient of the reconstruction only.
@@ -133,13 +133,11 @@ class OrderObjective(nn.Module):
         """examples [B]; ids [B], which name their draws; u [B] stratified uniforms, which choose the times t."""
         rollout = self.rollout(examples, ids, sample_times(u, self.budget))
         num_response = to_device(examples.num_response, rollout.t.device)
-        kl_weight = to_device(
-            torch.tensor(self.kl_weight), rollout.t.device
-        )  # a number would compile a program each update
+        kl_weight = to_device(torch.tensor(self.kl_weight), rollout.t.device)  # a number would compile anew each update
         return Outcome(*self.parts.conclude(rollout, num_response, kl_weight))
 
     def conclude(self, rollout: Rollout, num_response: Tensor, kl_weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss in nats a token, and the metrics."""
+        """The loss in nats per token, and the metrics."""
         terms, log_q = self.parts.bound(rollout)
         objective = terms.reconstruction - kl_weight * terms.order_kl
         estimate = estimate_bound(objective, log_q, rollout.t, self.budget, self.baseline)
@@ -181,7 +179,7 @@ class OrderObjective(nn.Module):
         return terms, log_prob(scores, response, t, self.budget, tau, drawn)
 
     def rollout(self, examples: Examples, ids: Tensor, t: Tensor, scores: Tensor | None = None) -> Rollout:
-        """Draw k trajectories a sequence down to x_{t+1}, and ask the networks there."""
+        """Draw k trajectories per sequence down to x_{t+1}, and ask the networks there."""
         k = self.trajectories
         device = next(self.model.parameters()).device
         examples = examples.to(device)
@@ -229,13 +227,10 @@ class OrderObjective(nn.Module):
         steps: Tensor,
         trajectory: Tensor,
     ) -> Trajectories:
-        uniforms = self._uniforms(ids, position, steps, trajectory)
-        return sample_trajectories(scores, response, t, self.budget, self.model.config.tau, uniforms)
-
-    def _uniforms(self, ids: Tensor, position: Tensor, steps: Tensor, trajectory: Tensor) -> Tensor:
-        """[T-1, B, k, L]: a function of seed, id, trajectory, step and position alone; 24 bits would miss a small q."""
+        """The draws are a function of seed, id, trajectory, step and position alone; 24 bits would miss a small q."""
         words = ids[:, None, None], trajectory[:, None], steps[:, None, None, None], position[:, None]
-        return uniforms(self.seed, Purpose.TRAJECTORY, *words, dtype=torch.float64)
+        draws = uniforms(self.seed, Purpose.TRAJECTORY, *words, dtype=torch.float64)  # [T-1, B, k, L]
+        return sample_trajectories(scores, response, t, self.budget, self.model.config.tau, draws)
 
     def _ask(
         self, examples: Examples, masked: Tensor, t: Tensor, needed: Tensor, num_masked: int
