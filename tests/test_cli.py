@@ -189,7 +189,7 @@ WRONG_TRAINING = {
     "an unknown size": (
         [part for name in ("width", "layers", "heads", "intermediate") for part in ("--set", f"model.{name}=0")]
         + ["--set", "model.size=7m"],
-        "model.size = '7m' is unknown; did you mean '75m'? choose from",
+        "model: size = '7m' is unknown; did you mean '170m'? choose from",
     ),
 }
 

@@ -55,7 +55,7 @@ def test_the_mathematics_knows_tensors_only(path):
     for name in imported(path):
         package, *rest = name.split(".")
         if package == "unmask" and rest:
-            assert rest[0] in ("rng", "errors", "variational", "decoding"), f"{path.name} imports {name}"
+            assert rest[0] in ("rng", "errors", "fields", "variational", "decoding"), f"{path.name} imports {name}"
         elif package != "unmask":
             assert package == "torch" or package in sys.stdlib_module_names, f"{path.name} imports {name}"
         assert package not in ("json", "pathlib", "tomllib"), f"{path.name} reads files"

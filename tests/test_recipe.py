@@ -180,7 +180,7 @@ WRONG = [
     ("ordre.budget=2", "unknown key 'ordre'; did you mean 'order'?"),
     ("model.selector.layer=2", "model.selector: unknown key 'layer'; did you mean 'layers'?"),
     ("order.zzz=1", "order: unknown key 'zzz'; known keys are updates, batch"),
-    ("order.baseline=leave-one-uot", "order.baseline = 'leave-one-uot' is unknown; did you mean 'leave-one-out'?"),
+    ("order.baseline=leave-one-uot", "got 'leave-one-uot'; did you mean 'leave-one-out'?"),
     ("evaluate.policies=['iid', 'top-porb']", "unknown policy 'top-porb'; did you mean 'top-prob'?"),
     # types
     ("order.budget=two", "order.budget must be a whole number, got 'two'"),

@@ -64,8 +64,9 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         return build(hint, value, where)  # type: ignore[arg-type]
     if origin is Literal:
         if value not in arguments:
-            nearest = did_you_mean(str(value), arguments)
-            raise UserError(f"{where} = {value!r} is unknown; {nearest}choose from {', '.join(arguments)}")
+            nearest = did_you_mean(str(value), arguments).strip()
+            instead = f"; {nearest}" if nearest else ""
+            raise UserError(f"{where} must be {' or '.join(arguments)}, got {value!r}{instead}")
         return value
     if origin in (list, tuple) and isinstance(value, list | tuple):
         return origin(convert(arguments[0], item, where) for item in value)

@@ -713,7 +713,7 @@ def test_a_tracker_that_is_not_installed_is_refused(base, tmp_path, monkeypatch)
     with pytest.raises(UserError, match="trackers: wandb is not installed; pip install wandb, or leave it out"):
         train(recipe(base, 'trackers=["wandb"]'), tmp_path / "run", cpu=True)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(UserError, match="choose from tensorboard, wandb, trackio"):
+    with pytest.raises(UserError, match="must be tensorboard or wandb or trackio, got 'wandbe'"):
         recipe(base, 'trackers=["wandbe"]')
 
 
