@@ -7,8 +7,8 @@ RUN/recipe.json                                       the recipe, resolved
 RUN/metrics.jsonl                                     one object a line, each with its own checksum
 RUN/start.txt                                         where `init` is given: hash of the denoiser that it gave
 RUN/denoiser/                                         the denoiser as it was before order learning
-RUN/baseline/                                         joint order learning only: that denoiser, trained further without an order for
-                                                      as many further sequences, which is what heuristics run on;
+RUN/baseline/                                         joint order learning only: that denoiser, trained further on as
+                                                      many sequences without an order, for the heuristics;
                                                       trained here, or a copy of what `order.continued` names
 and while the run is unfinished
 RUN/lock                                              held by the process that trains
