@@ -13,6 +13,7 @@ best ones back, without momentum, at a smaller learning rate, which warms up aga
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any
 
 from torch import Tensor, nn
@@ -149,7 +150,7 @@ class CollapseGuard:
 
     def load(self, facts: Mapping[str, Any], best: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> None:
         for name in _FACTS:
-            setattr(self, name, facts[name])
+            setattr(self, name, copy(facts[name]))
         for name, saved in (("best", best), ("candidate", candidate)):
             if saved:
                 setattr(self, name, copied(self.parameters))
