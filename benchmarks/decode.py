@@ -88,7 +88,7 @@ def build(case: Case, dtype: torch.dtype | None = None) -> tuple[Denoiser, Selec
     torch.manual_seed(SEED)
     shape = BackboneConfig(case.width, case.layers, case.heads, case.intermediate)
     denoiser = Denoiser(shape, case.vocabulary)
-    selector = Selector(SelectorConfig(256, 1, 4, budgets=(case.steps,)), case.width)
+    selector = Selector(SelectorConfig(256, 1, 4, budget=case.steps), case.width)
     torch.nn.init.normal_(selector.out.weight, std=0.5 / 16)  # at zero it would not read what it is given
     prompts = torch.randint(case.vocabulary, (case.batch, case.prompt + case.response))
     prompts[:, case.prompt :] = denoiser.mask_token_id
@@ -152,8 +152,7 @@ def selector_logits(policy: Learned, states: Tensor, log_p: Tensor, masked: Tens
     top = p.topk(2, dim=-1).values
     stats = torch.stack([top[..., 0], top[..., 0] - top[..., 1], -(p * log_p).sum(-1)], dim=-1)
     times = torch.full((len(masked),), t, device=masked.device)
-    budget = torch.full_like(times, steps)
-    return policy.network(states, torch.where(masked[..., None], stats, 0.0), masked, times, budget, None)
+    return policy.network(states, torch.where(masked[..., None], stats, 0.0), masked, times, None)
 
 
 def draws_of(prompts: Tensor, steps: int) -> list[Tensor]:

@@ -95,14 +95,14 @@ def child(place: Path, before: Action = lambda: None, log: str = "log") -> int:
 
 def count_updates(path: Path) -> None:
     """Add a byte to a file at every update: it survives the process."""
-    original = loop._backward
+    original = loop.backward
 
     def counted(*arguments):  # type: ignore[no-untyped-def]
         with path.open("ab") as file:
             file.write(b".")
         return original(*arguments)
 
-    loop._backward = counted
+    loop.backward = counted
 
 
 def at_call(owner: object, name: str, count: int, action: Action) -> Action:
@@ -134,7 +134,7 @@ def fail(code: int) -> Action:
 
 
 def killed(place: Path, draw: random.Random) -> None:
-    assert child(place, at_call(loop, "_backward", draw.randint(1, UPDATES), die())) == -signal.SIGKILL
+    assert child(place, at_call(loop, "backward", draw.randint(1, UPDATES), die())) == -signal.SIGKILL
 
 
 def killed_in_a_checkpoint(place: Path, draw: random.Random) -> None:
@@ -145,13 +145,13 @@ def killed_in_a_checkpoint(place: Path, draw: random.Random) -> None:
 
 
 def terminated(place: Path, draw: random.Random) -> None:
-    assert child(place, at_call(loop, "_backward", draw.randint(1, UPDATES), die(signal.SIGTERM))) == 75
+    assert child(place, at_call(loop, "backward", draw.randint(1, UPDATES), die(signal.SIGTERM))) == 75
     assert "the same command" in (place / "log").read_text()
 
 
 def damaged(how: Callable[[bytearray, random.Random], bytes]) -> Callable[[Path, random.Random], None]:
     def fault(place: Path, draw: random.Random) -> None:
-        assert child(place, at_call(loop, "_backward", draw.choice([11, 12, 23, 24, 35, 36]), die())) == -signal.SIGKILL
+        assert child(place, at_call(loop, "backward", draw.choice([11, 12, 23, 24, 35, 36]), die())) == -signal.SIGKILL
         newest = max((place / "run" / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime_ns)
         path = newest / draw.choice(["tensors.safetensors", "facts.json"])
         path.write_bytes(how(bytearray(path.read_bytes()), draw))
@@ -170,7 +170,7 @@ def refused_write(place: Path, draw: random.Random) -> None:
     def plant() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         at_call(
-            loop, "_backward", draw.randint(1, 34), lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+            loop, "backward", draw.randint(1, 34), lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         )()
 
     assert child(place, plant) == 2
@@ -189,7 +189,7 @@ def no_space(code: int) -> Callable[[Path, random.Random], None]:
 def vanished(place: Path, draw: random.Random) -> None:
     """The folder goes away, as a network drive does, and comes back."""
     away = place / "away"
-    move = at_call(loop, "_backward", draw.randint(1, 34), lambda: os.rename(place / "run", away))
+    move = at_call(loop, "backward", draw.randint(1, 34), lambda: os.rename(place / "run", away))
     assert child(place, move) == 2
     assert "could not be written" in (place / "log").read_text(), (place / "log").read_text()
     assert not (place / "run").exists()
@@ -202,7 +202,7 @@ def second_process(place: Path, draw: random.Random) -> None:
     def try_it() -> None:
         assert child(place, log="second") == 2
 
-    assert child(place, at_call(loop, "_backward", draw.randint(2, UPDATES), try_it)) == 0
+    assert child(place, at_call(loop, "backward", draw.randint(2, UPDATES), try_it)) == 0
     assert "another process is training" in (place / "second").read_text()
 
 
@@ -278,7 +278,7 @@ def cost(folder: Path) -> bool:
     config = OrderModelConfig(words, shape)
     model = OrderModel(config, word_level_tokenizer([str(i) for i in range(words)])).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    state = StageState(model, optimizer, recipe.denoise.ema)
+    state = StageState(model, optimizer, recipe.denoise)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

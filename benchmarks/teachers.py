@@ -27,10 +27,11 @@ from torch import Tensor
 from unmask.decoding.policies import Policy, Threshold
 from unmask.evaluation.evaluate import device_name, revision
 from unmask.models.networks import Denoiser
+from unmask.recipe import parse_teacher
 from unmask.tasks.task import Examples
 from unmask.training.reading import read_denoiser, with_layout
 from unmask.training.run import load_run
-from unmask.training.teacher import parse_teacher, reveal_steps
+from unmask.training.teacher import reveal_steps
 
 
 @torch.no_grad()

@@ -34,13 +34,14 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from unmask.evaluation.evaluate import device_name, revision
-from unmask.models.backbone import BackboneConfig, places
+from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
+from unmask.models.packing import places
 from unmask.recipe import Optimisation
 from unmask.tasks.task import Examples, Task
 from unmask.training.compiled import compiled_networks
-from unmask.training.loop import Metrics, run_stage
+from unmask.training.loop import Metrics, Stage, run_stage
 from unmask.training.objectives import DenoiseObjective, OrderObjective
 from unmask.training.reading import log_likelihood
 from unmask.variational.estimators import LeaveOneOut
@@ -113,7 +114,7 @@ def build(case: Case) -> OrderModel:
     config = OrderModelConfig(
         case.vocabulary,
         shape,
-        selector=SelectorConfig(shape.width // 4, 1, 4, (case.budget,)),
+        selector=SelectorConfig(shape.width // 4, 1, 4, case.budget),
         scorer=replace(shape, layers=2, heads=shape.heads // 2, intermediate=2 * shape.width),
     )
     return OrderModel(config, word_level_tokenizer([str(i) for i in range(case.vocabulary)])).to(case.device)
@@ -144,7 +145,7 @@ def update_seconds(
     else:
         joint = what == "order, joint"
         objective = OrderObjective(
-            model, case.budget, case.trajectories, LeaveOneOut(), 0, learn_denoiser=joint, compile=case.device == "cuda"
+            model, case.trajectories, LeaveOneOut(), 0, learn_denoiser=joint, compile=case.device == "cuda"
         )
         networks = {"denoiser": model.denoiser, "selector": model.selector, "scorer": model.scorer}
         rates = {key: (net, learn if joint or key != "denoiser" else 0.0) for key, net in networks.items()}
@@ -159,7 +160,7 @@ def update_seconds(
         redirect_stdout(sys.stderr),
     ):  # stdout is for records
         path = Path(folder) / "metrics.jsonl"
-        run_stage(what[:8], 0, objective, rates, stage, task, 0, accelerator, Metrics(path))
+        run_stage(Stage.ORDER, objective, rates, stage, task, 0, accelerator, Metrics(path))
         seconds = [json.loads(line)["seconds"] for line in path.read_text().splitlines()]
     model.zero_grad(set_to_none=True)
     peak = torch.cuda.max_memory_allocated() if case.device == "cuda" else 0
@@ -216,7 +217,7 @@ def seconds_at(case: Case, model: OrderModel, t: int, accelerator: Accelerator) 
     model.denoiser.requires_grad_(False)
     batch = case.sequences // case.trajectories
     objective = OrderObjective(
-        model, case.budget, case.trajectories, LeaveOneOut(), 0, learn_denoiser=False, compile=case.device == "cuda"
+        model, case.trajectories, LeaveOneOut(), 0, learn_denoiser=False, compile=case.device == "cuda"
     )
     times = []
     for update in range(13):

@@ -184,12 +184,12 @@ WRONG_TRAINING = {
     "too long": (["--set", "model.max_length=3"], "longer than the model's context of 3: raise model.max_length"),
     "no init": (["--set", "init=nowhere"], "init = 'nowhere': no such folder or file"),
     "not key=value": (["--set", "order.budget"], "key=value"),
-    "nothing learned": (["--set", "order.selector_rate=0", "--set", "order.scorer_rate=0"], "all 0"),
+    "nothing learned": (["--set", "order.selector_rate=0", "--set", "order.scorer_rate=0"], "both 0"),
     "a seed of 80 bits": (["--set", f"seed={2**80}"], "seed must fit in 64 bits"),
     "an unknown size": (
         [part for name in ("width", "layers", "heads", "intermediate") for part in ("--set", f"model.{name}=0")]
         + ["--set", "model.size=7m"],
-        "model.size = '7m' is unknown; did you mean '75m'? choose from",
+        "model: size = '7m' is unknown; did you mean '170m'? choose from",
     ),
 }
 

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from tests.training.small import TINY_RECIPE
-from unmask.recipe import EvaluateRecipe, Recipe, RecipeError, continued, load_recipe, recipe_folder
+from unmask.errors import UserError
+from unmask.recipe import Recipe, continued, load_recipe, recipe_folder
 from unmask.tasks import make_task
 
 BUILT_IN = sorted(path.stem for path in recipe_folder().glob("*.toml"))
@@ -22,7 +23,7 @@ def tiny(tmp_path):
 
 def refused(path, *overrides) -> str:
     """The message of the error, which is one line."""
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(UserError) as caught:
         load_recipe(path, overrides)
     message = str(caught.value)
     assert message
@@ -48,10 +49,6 @@ def without_section(text, section):
 
 
 # --- the recipes that come with unmask --------------------------------------------------------------------------------
-
-
-def test_there_is_a_recipe_for_every_puzzle():
-    assert PUZZLES == ["addition", "chain", "groups", "latin-square", "parity-dag", "permutation"]
 
 
 @pytest.mark.parametrize("name", PUZZLES)
@@ -90,20 +87,11 @@ def test_the_recipes_of_gsm8k_are_the_papers():
         (["model.causal=there"], "model: causal = 'there' already says width, layers, heads, intermediate"),
         (["model.shift=true"], "model: shift = true is for a causal language model"),
         (["init=runs/x", "model={causal='there'}"], "both say where to start"),
-        (["model={causal='there', tied_head=true}"], "causal = 'there' already says tied_head"),
     ],
 )
 def test_where_a_model_starts_is_said_once(given, said):
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(UserError, match=said):
         load_recipe("groups", given)
-
-
-def test_by_path_and_by_name_is_the_same():
-    assert load_recipe(recipe_folder() / "groups.toml") == load_recipe("groups")
-
-
-def test_the_policies_of_a_recipe_are_the_heuristics():
-    assert EvaluateRecipe().policies == ("iid", "top-prob", "margin")
 
 
 def test_any_rule_may_stand_in_a_recipe(tiny):
@@ -114,20 +102,10 @@ def test_any_rule_may_stand_in_a_recipe(tiny):
     assert Recipe.from_json(recipe.to_json()) == recipe
 
 
-@pytest.mark.parametrize(
-    ("rule", "expected"),
-    [
-        ("threshold:2", "threshold"),
-        ("margin:1", "margin has no place for '1'"),
-        ("stochastic(margin)", "temperature missing; write it as stochastic(ORDER,TEMPERATURE)"),
-        ("blocks(4,margin", "cannot read the policy"),
-        ("blocks(4,lo-arm)", "blocks cannot hold lo-arm"),
-    ],
-)
-def test_a_rule_with_wrong_parameters(tiny, rule, expected):
-    message = refused(tiny, f"evaluate.policies=['iid', '{rule}']")
-    assert message.startswith("evaluate")
-    assert expected in message
+def test_a_rule_with_wrong_parameters(tiny):
+    message = refused(tiny, "evaluate.policies=['iid', 'margin:1']")
+    assert message.startswith("evaluate: ")
+    assert "margin has no place for '1'" in message
 
 
 # --- what a good recipe becomes ---------------------------------------------------------------------------------------
@@ -136,15 +114,14 @@ def test_a_rule_with_wrong_parameters(tiny, rule, expected):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("task.grups=3", "task groups has no option 'grups'; did you mean 'groups'"),
+        ("task.grups=3", "task: unknown key 'grups'; did you mean 'groups'"),
         ("task.name=gruops", "unknown task 'gruops'; did you mean 'groups'"),
-        ("task.groups=0", "groups"),
-        ("task.groups=two", "option groups must be of type int, not str"),
+        ("task.groups=two", "task.groups must be a whole number, got 'two'"),
     ],
 )
 def test_the_task_is_checked_with_the_rest(tiny, override, expected):
     """Before anything is built: `recipe show` and `reproduce --dry-run` tell too."""
-    with pytest.raises(RecipeError, match=expected) as caught:
+    with pytest.raises(UserError, match=expected) as caught:
         load_recipe(tiny, [override])
     assert "\n" not in str(caught.value)
 
@@ -153,11 +130,11 @@ def test_another_task_drops_the_options_that_it_does_not_have(tiny, capsys):
     recipe = load_recipe(tiny, ["task.name=chain", "task.length=9"])
     assert recipe.task == {"name": "chain", "seed": 0, "length": 9, "symbols": 3, "branching": 2}
     assert capsys.readouterr().err == "unmask: task chain has no groups, group_size: left out of the recipe\n"
-    assert "task chain has no option 'groups'" in refused(tiny, "task.name=chain", "task.groups=2"), "asked for"
+    assert "task: unknown key 'groups'" in refused(tiny, "task.name=chain", "task.groups=2"), "asked for"
 
 
 def test_a_recipe_without_the_defaults_of_its_task_is_the_same_recipe(tiny):
-    """So the runs of earlier versions go on."""
+    """Defaults are written out."""
     recipe = load_recipe(tiny)
     values = json.loads(recipe.to_json())
     assert values["task"].pop("seed") == 0
@@ -174,9 +151,7 @@ def test_values_arrive(tiny):
 
 
 def test_a_whole_number_is_a_number(tiny):
-    clip = load_recipe(tiny, ["order.clip=2"]).order.clip
-    assert clip == 2.0
-    assert type(clip) is float
+    assert type(load_recipe(tiny, ["order.clip=2"]).order.clip) is float
 
 
 @pytest.mark.parametrize("section", ["denoise", "order"])
@@ -190,141 +165,67 @@ def test_one_objective_is_enough(tmp_path, section):
 
 def test_json_round_trip_keeps_everything(tiny):
     overrides = ["seed=7", "init=runs/a", "order.selection=bernoulli", "denoise.ema=0.9", "evaluate.budgets=[1, 3]"]
-    recipe = load_recipe(tiny, [*overrides, "precision=bf16", "order.tau=0.05", "model.qk_norm=true"])
+    recipe = load_recipe(tiny, [*overrides, "precision=bf16", "order.tau=0.05"])
     again = Recipe.from_json(recipe.to_json())
     assert again == recipe
     assert again.evaluate.budgets == (1, 3)
     assert again != load_recipe(tiny)
 
 
-def test_json_round_trip_without_sections(tmp_path):
-    recipe = load_recipe(written(tmp_path, without_section(TINY_RECIPE, "order")))
-    assert Recipe.from_json(recipe.to_json()) == recipe
+# --- wrong keys and values: one of each kind --------------------------------------------------------------------------
 
-
-# --- unknown keys -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ("sede=1", "seed"),
-        ("ordre.budget=2", "order"),
-        ("order.bugdet=2", "budget"),
-        ("order.trajectory=2", "trajectories"),
-        ("denoise.learnin_rate=1e-3", "learning_rate"),
-        ("model.widht=16", "width"),
-        ("model.selector.layer=2", "layers"),
-        ("model.scorer.head=2", "heads"),
-        ("evaluate.policy=['iid']", "policies"),
-    ],
-)
-def test_an_unknown_key_names_the_nearest(tiny, wrong, right):
-    message = refused(tiny, wrong)
-    key = wrong.partition("=")[0].split(".")
-    assert f"unknown key {key[0] if key[0] == 'ordre' else key[-1]!r}" in message
-    assert f"did you mean {right!r}?" in message
-    if len(key) > 1 and key[0] != "ordre":
-        assert message.startswith(".".join(key[:-1])), "the table that holds the key"
-
-
-def test_a_key_far_from_all_lists_them(tiny):
-    message = refused(tiny, "order.zzz=1")
-    assert "did you mean" not in message
-    assert "budget" in message
-    assert "tau" in message
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ("order.selection=nonemtpy", "nonempty"),
-        ("order.baseline=leave-one-uot", "leave-one-out"),
-        ("precision=bf-16", "bf16"),
-        ("evaluate.policies=['iid', 'top-porb']", "top-prob"),
-    ],
-)
-def test_an_unknown_choice_names_the_nearest(tiny, wrong, right):
-    message = refused(tiny, wrong)
-    assert wrong.partition("=")[0] in message
-    assert f"did you mean {right!r}?" in message
-
-
-# --- wrong values -----------------------------------------------------------------------------------------------------
-
-WRONG_VALUES = [
+WRONG = [
+    # unknown keys and choices name the nearest
+    ("sede=1", "unknown key 'sede'; did you mean 'seed'?"),
+    ("ordre.budget=2", "unknown key 'ordre'; did you mean 'order'?"),
+    ("model.selector.layer=2", "model.selector: unknown key 'layer'; did you mean 'layers'?"),
+    ("order.zzz=1", "order: unknown key 'zzz'; known keys are updates, batch"),
+    ("order.baseline=leave-one-uot", "got 'leave-one-uot'; did you mean 'leave-one-out'?"),
+    ("evaluate.policies=['iid', 'top-porb']", "unknown policy 'top-porb'; did you mean 'top-prob'?"),
     # types
-    ("order.budget=two", "order.budget must be a whole number, not 'two'"),
-    ("order.budget=2.0", "order.budget must be a whole number, not 2.0"),
-    ("order.budget=true", "order.budget must be a whole number, not True"),
-    ("order.budget=", "order.budget must be a whole number, not ''"),
-    ("order.tau=true", "order.tau must be a number, not True"),
-    ("order.tau='0.1'", "order.tau must be a number, not '0.1'"),
-    ("order.attach_selector=1", "order.attach_selector must be true or false, not 1"),
-    ("model.size=3", "model.size must be a string, not 3"),
-    ("seed=1.5", "seed must be a whole number"),
+    ("order.budget=two", "order.budget must be a whole number, got 'two'"),
+    ("order.budget=2.0", "order.budget must be a whole number, got 2.0"),
+    ("order.budget=true", "order.budget must be a whole number, got True"),
+    ("order.tau='0.1'", "order.tau must be a number, got '0.1'"),
+    ("order.from_init=1", "order.from_init must be true or false, got 1"),
+    ("model.size=3", "model.size must be a string, got 3"),
     ("seed=1979-05-27", "seed must be a whole number"),
-    ("evaluate.budgets=2", "evaluate.budgets must be a list, not 2"),
-    ("evaluate.budgets=[2, 'four']", "evaluate.budgets must be a whole number, not 'four'"),
-    ("evaluate.budgets=[2, true]", "evaluate.budgets must be a whole number, not True"),
-    ("order=3", "order must be a table, not 3"),
-    ("task=groups", "task must be a table, not 'groups'"),
-    ("order.budget={a = 1}", "order.budget must be a whole number, not a table"),
-    # not finite
+    ("evaluate.budgets=2", "evaluate.budgets must be a list, got 2"),
+    ("evaluate.budgets=[2, true]", "evaluate.budgets must be a whole number, got True"),
+    ("order=3", "order must be a table, got 3"),
+    ("task=groups", "task must be a table, got 'groups'"),
+    ("order.budget={a = 1}", "order.budget must be a whole number, got a table"),
     ("order.tau=nan", "order.tau must be finite"),
-    ("order.tau=inf", "order.tau must be finite"),
-    ("denoise.learning_rate=-inf", "denoise.learning_rate must be finite"),
-    # out of range
-    ("order.budget=0", "budget (T) must be at least 2, got 0"),
-    ("order.budget=-3", "budget (T) must be at least 2, got -3"),
-    ("order.budget=1", "budget (T) must be at least 2, got 1: in one step everything is revealed"),
-    ("order.max_bad=0", "max_bad must be at least 1, got 0"),
-    ("order.restored_rate=0", "restored_rate must lie above 0 and be at most 1, got 0"),
-    ("order.on_collapse=ignore", "choose from report, restore"),
-    ("denoise.on_collapse=ignore", "choose from report, restore"),
-    ("saving.keep=0", "keep must be at least 1, got 0"),
-    ("saving.every_seconds=-1", "every_seconds must be at least 0, got -1"),
-    ("saving.evry_seconds=1", "did you mean 'every_seconds'"),
-    ("order.tau=0", "tau must be above 0, got 0"),
-    ("order.tau=-0.1", "tau must be above 0, got -0.1"),
-    ("order.trajectories=1", "trajectories (k) must be at least 2 with leave-one-out, got 1"),
-    ("denoise.updates=0", "updates must be at least 1, got 0"),
-    ("order.batch=0", "batch must be at least 1, got 0"),
-    ("order.accumulate=0", "accumulate must be at least 1, got 0"),
-    ("order.warmup=-1", "warmup must be at least 0, got -1"),
-    ("order.final_rate=-0.5", "final_rate must be at least 0"),
-    ("order.weight_decay=-1", "weight_decay must be at least 0"),
-    ("order.clip=0", "clip must be above 0, got 0"),
-    ("order.ema=1", "ema must lie in [0, 1), got 1"),
-    ("order.ema=-0.1", "ema must lie in [0, 1), got -0.1"),
-    ("denoise.learning_rate=0", "learning_rate must lie above 0"),
-    ("order.denoiser_rate=-1e-3", "denoiser_rate must lie between 0 (frozen) and 1"),
-    ("order.scorer_rate=-1", "scorer_rate must lie between 0 (frozen) and 1"),
-    ("model.selector.layers=0", "layers must be at least 1, got 0"),
-    ("model.scorer.width=-8", "width must be at least 0, got -8"),
-    ("evaluate.examples=0", "examples must be at least 1, got 0"),
-    ("evaluate.temperature=-1", "temperature must be at least 0"),
-    ("evaluate.budgets=[2, 0]", "budgets must be between 1 and 65,536, got [2, 0]"),
-    ("threads=-1", "threads must be at least 0, got -1"),
     ("seed=99999999999999999999", "seed must fit in 64 bits"),
+    # ranges
+    ("order.budget=1", "order: budget (T) must be at least 2, got 1: in one step everything is revealed"),
+    ("order.tau=0", "order: tau must be above 0, got 0"),
+    ("order.trajectories=1", "trajectories (k) must be at least 2 with leave-one-out, got 1"),
+    ("denoise.updates=0", "denoise: updates must be at least 1, got 0"),
+    ("order.batch=0", "batch must be between 1 and 1,000,000, got 0"),
+    ("order.clip=0", "clip must be above 0, got 0"),
+    ("order.ema=1", "ema must be at least 0 and below 1, got 1"),
+    ("order.restored_rate=0", "restored_rate must be above 0 and at most 1, got 0"),
+    ("denoise.learning_rate=0", "learning_rate must be above 0"),
+    ("order.denoiser_rate=-1e-3", "denoiser_rate must be between 0 and 1"),
+    ("model.scorer.width=-8", "model.scorer: width must be at least 0, got -8"),
+    ("saving.keep=0", "saving: keep must be at least 1, got 0"),
+    ("evaluate.budgets=[2, 0]", "budgets must be between 1 and 65,536, got [2, 0]"),
 ]
 
 
-@pytest.mark.parametrize(("override", "expected"), WRONG_VALUES, ids=[override for override, _ in WRONG_VALUES])
-def test_a_wrong_value_is_named(tiny, override, expected):
-    message = refused(tiny, override)
-    assert expected in message
-    assert override.partition("=")[0].split(".")[0] in message, "the section is named too"
+@pytest.mark.parametrize(("override", "expected"), WRONG, ids=[override for override, _ in WRONG])
+def test_what_is_wrong_is_named(tiny, override, expected):
+    assert expected in refused(tiny, override)
 
 
 def test_contradictions(tiny):
     assert "batch = 4 must be a multiple of accumulate = 3" in refused(tiny, "order.accumulate=3")
-    assert "attach_selector needs denoiser_rate > 0" in refused(tiny, "order.attach_selector=true")
-    assert "all 0" in refused(tiny, "order.selector_rate=0", "order.scorer_rate=0")
+    assert "no order would be learned" in refused(tiny, "order.selector_rate=0", "order.scorer_rate=0")
     assert "size = '6m' already says width, layers, heads, intermediate" in refused(tiny, "model.size=6m")
     assert "width missing" in refused(tiny, "model.width=0")
     message = refused(tiny, "order.trajectories=0", "order.baseline=none")
-    assert "trajectories must be at least 1" in message
+    assert "trajectories must be between 1 and 10,000" in message
 
 
 def test_one_trajectory_is_enough_without_leave_one_out(tiny):
@@ -345,24 +246,16 @@ def test_nothing_to_train(tmp_path):
     assert "nothing to train" in refused(written(tmp_path, text))
 
 
-@pytest.mark.parametrize(("section", "key"), [("denoise", "updates"), ("order", "batch")])
-def test_missing_values(tmp_path, section, key):
-    lines, inside = [], False
-    for line in TINY_RECIPE.splitlines():
-        inside = line == f"[{section}]" if line.startswith("[") else inside
-        if not (inside and line.startswith(f"{key} =")):
-            lines.append(line)
-    message = refused(written(tmp_path, "\n".join(lines)))
-    assert section in message
-    assert f"{key!r} is missing" in message
-
-
-def test_an_order_without_a_budget(tmp_path):
-    assert "budget (T)" in refused(written(tmp_path, TINY_RECIPE.replace("budget = 2\n", "")))
-
-
-def test_a_task_without_a_name(tmp_path):
-    assert "[task] needs a name" in refused(written(tmp_path, TINY_RECIPE.replace('name = "groups"', "")))
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("updates = 3\nbatch = 8\n", "denoise: 'updates' is missing"),
+        ("budget = 2\n", "budget (T)"),
+        ('name = "groups"', "[task] needs a name"),
+    ],
+)
+def test_missing_values(tmp_path, line, said):
+    assert said in refused(written(tmp_path, TINY_RECIPE.replace(line, "")))
 
 
 # --- overrides --------------------------------------------------------------------------------------------------------
@@ -372,16 +265,11 @@ def test_a_task_without_a_name(tmp_path):
     ("override", "path", "value"),
     [
         ("seed=3", "seed", 3),
-        ("seed = 3", "seed", 3),
         ("order.tau=5e-2", "order.tau", 0.05),
-        ("model.selector.width=12", "model.selector.width", 12),
         ("init=runs/earlier", "init", "runs/earlier"),
-        ('init="runs/earlier"', "init", "runs/earlier"),
         ("init=a=b", "init", "a=b"),
-        ("order.selection=bernoulli", "order.selection", "bernoulli"),
         ("order.selection='bernoulli'", "order.selection", "bernoulli"),
         ("evaluate.budgets=[1, 2, 3]", "evaluate.budgets", (1, 2, 3)),
-        ('evaluate.policies=["margin"]', "evaluate.policies", ("margin",)),
         ("compile=true", "compile", True),
         ("task.symbols=4", "task.symbols", 4),
     ],
@@ -393,12 +281,8 @@ def test_overrides(tiny, override, path, value):
     assert found == value
 
 
-def test_the_last_override_stands(tiny):
-    assert load_recipe(tiny, ["seed=3", "order.tau=0.2", "seed=4"]).seed == 4
-
-
-def test_an_override_changes_nothing_else(tiny):
-    recipe, changed = load_recipe(tiny), load_recipe(tiny, ["order.tau=0.2"])
+def test_the_last_override_stands_and_nothing_else_changes(tiny):
+    recipe, changed = load_recipe(tiny), load_recipe(tiny, ["order.tau=0.3", "order.tau=0.2"])
     assert changed == dataclasses.replace(recipe, order=dataclasses.replace(recipe.order, tau=0.2))
 
 
@@ -408,7 +292,7 @@ def test_an_override_may_start_a_section(tmp_path):
     assert (recipe.order.updates, recipe.order.budget) == (5, 3)
 
 
-@pytest.mark.parametrize("override", ["seed", "", "=3", " = 3", "order.budget"])
+@pytest.mark.parametrize("override", ["seed", " = 3"])
 def test_malformed_overrides(tiny, override):
     message = refused(tiny, override)
     assert repr(override) in message
@@ -430,12 +314,12 @@ def test_an_unknown_recipe_names_the_nearest():
     assert all(name in message for name in BUILT_IN)
 
 
-@pytest.mark.parametrize("name", ["", "nowhere/at/all.toml", "two\nlines", "."])
+@pytest.mark.parametrize("name", ["", "two\nlines"])
 def test_no_such_file(name):
     assert "no recipe" in refused(name)
 
 
-@pytest.mark.parametrize("text", [b"[task\nname =", b"seed = 1\nseed = 2\n", b"seed = \xff\xfe", b"= 3", b"{}"])
+@pytest.mark.parametrize("text", [b"[task\nname =", b"seed = \xff\xfe"])
 def test_not_toml(tmp_path, text):
     path = tmp_path / "broken.toml"
     path.write_bytes(text)
@@ -445,22 +329,16 @@ def test_not_toml(tmp_path, text):
 
 def test_json_that_is_no_recipe():
     for text in ("[]", "3", "{}", '{"task": {}}', '{"task": {"name": "groups"}, "epochs": 3}'):
-        with pytest.raises(RecipeError) as caught:
+        with pytest.raises(UserError) as caught:
             Recipe.from_json(text)
         assert "\n" not in str(caught.value)
-
-
-def test_an_order_that_nobody_learns_is_refused():
-    overrides = ["order.selector_rate=0", "order.scorer_rate=0", "order.denoiser_rate=1e-3"]
-    with pytest.raises(RecipeError, match="no order would be learned"):
-        load_recipe("groups", overrides)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_recipe_written_out_is_the_same_recipe(tmp_path, name):
     try:
         recipe = load_recipe(name)
-    except RecipeError:  # an order alone, for the denoiser of an earlier run
+    except UserError:  # an order alone, for the denoiser of an earlier run
         recipe = load_recipe(name, ["init=runs/earlier"])
     path = tmp_path / "written.toml"
     path.write_text(recipe.to_toml())

@@ -457,7 +457,7 @@ def sample(
     rules = [policy_named(name, model) for name in names]
     wanted = _right_or_wrong(find, len(rules))
     choice = TokenOptions(temperature, top_p, top_k).choice(task, recipe.evaluate.temperature)
-    budget = steps or (model.selector.budgets[0] if model.selector is not None else 4)
+    budget = steps or (model.selector.budget if model.selector is not None else 4)
     limit = task.test_examples
     if limit is not None and (beyond := [i for i in example or [] if i >= limit]):
         raise UserError(f"task {task.name} has the examples 0 to {limit - 1}: no --example {beyond[0]}")
@@ -635,7 +635,7 @@ def _evaluate_run(
     model, plain, task, recipe = _load(run, processes, split, trust_task)
     settings = recipe.evaluate
     names = list(policies) or [*(["learned"] if model.selector is not None else []), *settings.policies]
-    own = list(model.selector.budgets) if model.selector is not None else []
+    own = [model.selector.budget] if model.selector is not None else []
     number = examples or settings.examples
     choice = (tokens or TokenOptions()).choice(task, settings.temperature)
     sizes = response_sizes(task, number)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -20,3 +21,12 @@ def did_you_mean(wrong: str, right: Iterable[str]) -> str:
     """`did you mean 'x'? ` with a space behind it, or nothing where no right name is near."""
     nearest = difflib.get_close_matches(wrong, list(right), n=1, cutoff=0.5)
     return f"did you mean {nearest[0]!r}? " if nearest else ""
+
+
+@contextmanager
+def prefixed(where: str) -> Iterator[None]:
+    """A UserError of the block with `where` before its message."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None

@@ -123,7 +123,7 @@ def discard(folder: Path, *names: str) -> None:
 
 
 def refuse_link(path: Path) -> None:
-    """Raise ValueError where a write to `path` would leave its folder through a symbolic link."""
+    """Raise UserError where a write to `path` would leave its folder through a symbolic link."""
     if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
         raise UserError(f"{path} is a link that leads out of its folder, so nothing is written there: take it away")
 

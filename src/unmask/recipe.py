@@ -13,26 +13,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import tomllib
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from unmask.display import say
-from unmask.errors import UserError, did_you_mean
+from unmask.errors import UserError, did_you_mean, prefixed
+from unmask.fields import build
 from unmask.jsonl import parse_json
 from unmask.own_code import is_own
 from unmask.tasks import make_task, task_class
 
+if TYPE_CHECKING:
+    from unmask.decoding.policies import Policy, SelectorNetwork
+
+# Modules that import torch are imported where they are needed: `unmask --help` must not wait for it.
+
 MOST_STEPS = 65_536  # of generation: one per token of the longest sequence that a task here may have
 MOST_EXAMPLES = 1_000_000  # of an evaluation
-
-
-class RecipeError(UserError):
-    """A wrong key or value; the message is one line that names it and what would be right."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,14 @@ class SelectorRecipe:
     heads: int = 4
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "layers", "heads")
-        _at_least(self, 0, "width")
+        _check_range(self, 1, "layers", "heads")
+        _check_range(self, 0, "width")
 
 
 @dataclass(frozen=True)
-class ScorerRecipe:
+class ScorerRecipe(SelectorRecipe):
     width: int = 0  # 0: the denoiser's
     layers: int = 2
-    heads: int = 4
-
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "layers", "heads")
-        _at_least(self, 0, "width")
 
 
 _SHAPE = ("width", "layers", "heads", "intermediate")
@@ -69,10 +64,8 @@ class ModelRecipe:
     heads: int = 0
     intermediate: int = 0
     max_length: int = 0  # 0: the task's length
-    qk_norm: bool = False
-    tied_head: bool = False
-    absolute_positions: bool = False  # a learned vector a position; tasks without a prompt need it
-    causal: str = ""  # a causal language model to start from, which says the shape: a folder, a .gguf, smollm2-135m
+    absolute_positions: bool = False  # a learned vector per position; tasks without a prompt need it
+    causal: str = ""  # a causal language model to start from, which has a shape: a folder, a .gguf, smollm2-135m
     shift: bool = False  # with causal: read each token from the hidden state of the token before it
     selector: SelectorRecipe = field(default_factory=SelectorRecipe)
     scorer: ScorerRecipe = field(default_factory=ScorerRecipe)
@@ -84,15 +77,15 @@ class ModelRecipe:
         if given and not self.size and len(given) < len(_SHAPE):
             missing = [name for name in _SHAPE if name not in given]
             raise UserError(f"{', '.join(missing)} missing: give a size such as '34m', or {', '.join(_SHAPE)}")
-        given += [name for name in ("qk_norm", "tied_head", "absolute_positions") if getattr(self, name)]
+        given += ["absolute_positions"] if self.absolute_positions else []
         if self.causal and given:
             raise UserError(f"causal = {self.causal!r} already says {', '.join(given)}: give one or the other")
         if self.size:
-            from unmask.models.backbone import SIZES  # here, because it imports torch and `--help` must not
+            from unmask.models.backbone import SIZES
 
             if self.size not in SIZES:
                 nearest = did_you_mean(self.size, SIZES)
-                raise RecipeError(f"model.size = {self.size!r} is unknown; {nearest}choose from {', '.join(SIZES)}")
+                raise UserError(f"size = {self.size!r} is unknown; {nearest}choose from {', '.join(SIZES)}")
         if self.shift and not self.causal:
             raise UserError("shift = true is for a causal language model: give causal, or leave shift out")
 
@@ -107,27 +100,27 @@ class Optimisation:
     """What both objectives share: how many updates of how many sequences, and the shape of the learning rate."""
 
     updates: int
-    batch: int  # sequences an update, over all processes and micro-batches
-    accumulate: int = 1  # micro-batches an update
+    batch: int  # sequences per update, over all processes and micro-batches
+    accumulate: int = 1  # micro-batches per update
     warmup: int = 100  # updates of linear warm-up
     final_rate: float = 0.05  # the cosine ends at this fraction of the learning rate
     weight_decay: float = 0.0
     clip: float = 1.0  # each network's gradient is clipped by its own norm
     ema: float = 0.0  # decay of an average of the weights that replaces them at the end; 0: none
     max_bad: int = 5  # an update whose loss or gradient is not finite is skipped; this many in a row stop the run
-    on_collapse: Literal["report", "restore"] = "report"  # restore: go back to the best weights, at a smaller rate
+    on_collapse: Literal["report", "restore"] = "report"  # restore: resume from the best weights, at a smaller rate
     restored_rate: float = 0.5  # the learning rates are multiplied by this when weights are restored
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "updates", "batch", "accumulate", "max_bad")
-        _at_most(self, 1_000_000, "batch")
-        _at_least(self, 0, "warmup", "weight_decay", "final_rate")
+        _check_range(self, 1, "updates", "accumulate", "max_bad")
+        _check_range(self, 1, "batch", high=1_000_000)
+        _check_range(self, 0, "warmup", "weight_decay", "final_rate")
         if self.clip <= 0:
             raise UserError(f"clip must be above 0, got {self.clip}")
         if not 0 <= self.ema < 1:
-            raise UserError(f"ema must lie in [0, 1), got {self.ema}")
+            raise UserError(f"ema must be at least 0 and below 1, got {self.ema}")
         if not 0 < self.restored_rate <= 1:
-            raise UserError(f"restored_rate must lie above 0 and be at most 1, got {self.restored_rate}")
+            raise UserError(f"restored_rate must be above 0 and at most 1, got {self.restored_rate}")
         if self.batch % self.accumulate:
             raise UserError(f"batch = {self.batch} must be a multiple of accumulate = {self.accumulate}")
 
@@ -139,7 +132,7 @@ class DenoiseRecipe(Optimisation):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.learning_rate <= 1:
-            raise UserError(f"learning_rate must lie above 0 and be at most 1, got {self.learning_rate}")
+            raise UserError(f"learning_rate must be above 0 and at most 1, got {self.learning_rate}")
 
 
 @dataclass(frozen=True)
@@ -150,13 +143,12 @@ class OrderRecipe(Optimisation):
     selection: Literal["nonempty", "bernoulli"] = "nonempty"
     baseline: Literal["leave-one-out", "none", "moving-average"] = "leave-one-out"
     teacher: str = ""  # a rule, such as threshold:0.9, from whose order the posterior starts; "": from a random one
-    from_init: bool = False  # go on with the order of the run that `init` names, instead of a fresh one
+    from_init: bool = False  # train the order of the run that `init` names further, instead of a fresh one
     denoiser_rate: float = 0.0  # 0: frozen
-    continued: str = ""  # joint: a run that is the plainly continued denoiser; "": one is trained, into RUN/baseline
+    continued: str = ""  # joint: a run that has trained the denoiser further; "": this run does, into RUN/baseline
     selector_rate: float = 1e-3
     scorer_rate: float = 1e-3
     kl_weight: float = 1.0  # of the order KL at the first update, falling to 1 at half time; the paper has 1 throughout
-    attach_selector: bool = False  # let the selector's loss reach the denoiser
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,20 +164,12 @@ class OrderRecipe(Optimisation):
                 f"trajectories (k) must be at least 2 with leave-one-out, got {self.trajectories}: "
                 "raise it, or take baseline = 'none' or 'moving-average'"
             )
-        _at_least(self, 1, "trajectories", "kl_weight")
-        _at_most(self, MOST_STEPS, "budget")
-        _at_most(self, 10_000, "trajectories")
-        for name in ("denoiser_rate", "selector_rate", "scorer_rate"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"{name} must lie between 0 (frozen) and 1, got {getattr(self, name)}")
-        if not (self.denoiser_rate or self.selector_rate or self.scorer_rate):
-            raise UserError("denoiser_rate, selector_rate and scorer_rate are all 0: nothing would be learned")
+        _check_range(self, 1, "kl_weight")
+        _check_range(self, 2, "budget", high=MOST_STEPS)
+        _check_range(self, 1, "trajectories", high=10_000)
+        _check_range(self, 0, "denoiser_rate", "selector_rate", "scorer_rate", high=1)
         if self.teacher:
-            from unmask.training.teacher import parse_teacher  # here, because it imports torch and `--help` must not
-
             parse_teacher(self.teacher)
-        if self.attach_selector and self.denoiser_rate == 0:
-            raise UserError("attach_selector needs denoiser_rate > 0: a frozen denoiser takes no gradient")
         if self.continued and self.denoiser_rate == 0:
             raise UserError("continued is for denoiser_rate > 0: the rivals of a frozen order run on its own denoiser")
         if not (self.selector_rate or self.scorer_rate):
@@ -196,6 +180,18 @@ class OrderRecipe(Optimisation):
             raise UserError("kl_weight has no effect where only the selector learns: leave it out")
 
 
+def parse_teacher(text: str) -> Policy:
+    """The rule, or UserError: it must reveal what the denoiser is sure of, by what the selector reads."""
+    from unmask.decoding.confidence import FEATURES
+    from unmask.decoding.policies import EntropyBounded, Factor, Threshold, own_rules, parse_policy
+
+    with prefixed(f"teacher = {text!r}"):  # a run folder may name a teacher: no code of the user's own is imported
+        rule = None if own_rules(text) else parse_policy(text, network=cast("SelectorNetwork", object()))
+    if not isinstance(rule, Threshold | Factor | EntropyBounded) or not rule.reads <= FEATURES:
+        raise UserError(f"teacher = {text!r} cannot teach: take threshold, factor or eb, such as threshold:0.9")
+    return rule
+
+
 @dataclass(frozen=True)
 class EvaluateRecipe:
     examples: int = 1000
@@ -204,24 +200,15 @@ class EvaluateRecipe:
     budgets: tuple[int, ...] = ()  # for the heuristics; the learned order runs at its own
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "examples")
-        _at_most(self, MOST_EXAMPLES, "examples")
-        _at_least(self, 0, "temperature")
+        _check_range(self, 1, "examples", high=MOST_EXAMPLES)
+        _check_range(self, 0, "temperature")
         if not all(1 <= budget <= MOST_STEPS for budget in self.budgets):
             raise UserError(f"budgets must be between 1 and {MOST_STEPS:,}, got {list(self.budgets)}")
-        from unmask.decoding.policies import own_rules  # here, because it imports torch and `--help` must not
+        from unmask.decoding.policies import check_policy, own_rules
 
-        _check_policies([policy for policy in self.policies if not own_rules(policy)])
-
-
-def _check_policies(policies: Sequence[str]) -> None:
-    from unmask.decoding.policies import check_policy
-
-    for policy in policies:
-        try:
-            check_policy(policy)
-        except UserError as error:
-            raise RecipeError(f"evaluate.policies: {error}") from None
+        for policy in self.policies:
+            if not own_rules(policy):  # that is code, which only `load_recipe` runs
+                check_policy(policy)
 
 
 @dataclass(frozen=True)
@@ -231,8 +218,8 @@ class SavingRecipe:
     keep: int = 3  # of the newest
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "every_seconds", "every_updates")
-        _at_least(self, 1, "keep")
+        _check_range(self, 0, "every_seconds", "every_updates")
+        _check_range(self, 1, "keep")
 
 
 @dataclass(frozen=True)
@@ -251,13 +238,12 @@ class Recipe:
     threads: int = 0  # CPU threads; 0: torch's default; tiny models are fastest with 1
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "threads")
-        _at_most(self, 1024, "threads")  # with very many, torch fails in ways that cannot be caught
+        _check_range(self, 0, "threads", high=1024)  # with very many, torch fails in ways that cannot be caught
         if "name" not in self.task:
             raise UserError("[task] needs a name")
         for key, value in self.task.items():
             if not isinstance(value, str | int | float):
-                raise UserError(f"task.{key} must be a number, a string, true or false, not {_describe(value)}")
+                raise UserError(f"task.{key} must be a number, a string, true or false, got {value!r}")
         if not is_own(str(self.task["name"])):  # that is code, which only `load_recipe` runs
             object.__setattr__(self, "task", _resolved_task(**self.task))
         if not self.denoise and not self.order:
@@ -265,7 +251,7 @@ class Recipe:
         if not self.denoise and not self.init:
             raise UserError("an order needs a denoiser: give [denoise], or init = 'the folder of an earlier run'")
         if self.order and self.order.from_init and (not self.init or self.denoise):
-            raise UserError("order.from_init goes on with an order: set init to its run, and leave [denoise] out")
+            raise UserError("order.from_init trains an order further: set init to its run, and leave [denoise] out")
         if self.denoise and self.order and self.order.continued:
             raise UserError("order.continued starts where the order does: leave [denoise] out, and set init")
         if self.init and self.model.causal:
@@ -283,6 +269,11 @@ class Recipe:
         names = [str(self.task["name"])] if is_own(str(self.task["name"])) else []
         return [*names, *(name for policy in self.evaluate.policies for name in own_rules(policy))]
 
+    @property
+    def is_joint(self) -> bool:
+        """Whether the denoiser learns beside the order; the heuristics then run on a denoiser of their own."""
+        return self.order is not None and self.order.denoiser_rate > 0
+
     def to_toml(self) -> str:
         """The recipe with every value written out, itself a recipe."""
         return "\n".join(_toml(dataclasses.asdict(self))).strip() + "\n"
@@ -293,15 +284,21 @@ class Recipe:
     @classmethod
     def from_json(cls, text: str) -> Recipe:
         """What `to_json` wrote.  Tasks and rules of the user's own are taken as they stand: nothing is imported."""
-        return build(cls, parse_json(text), "recipe")
+        return build(cls, parse_json(text))
+
+
+def _check_range(recipe: Any, low: int, *names: str, high: int | None = None) -> None:
+    for name in names:
+        value = getattr(recipe, name)
+        if high is not None and not low <= value <= high:
+            raise UserError(f"{name} must be between {low} and {high:,}, got {value}")
+        if value < low:
+            raise UserError(f"{name} must be at least {low}, got {value}")
 
 
 def _resolved_task(name: str, **options: Any) -> dict[str, Any]:
     """Every option of a task with its value, after the task itself has checked them."""
-    try:
-        task: Any = make_task(str(name), **options)
-    except UserError as error:
-        raise RecipeError(str(error)) from None
+    task: Any = make_task(str(name), **options)
     return {"name": str(name), **{field.name: getattr(task, field.name) for field in dataclasses.fields(task)}}
 
 
@@ -369,7 +366,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         path = recipe_folder() / f"{name}.toml"
     if not path.is_file():
         known = known_recipes()
-        raise RecipeError(
+        raise UserError(
             f"no recipe {str(name)!r}; {did_you_mean(str(name), known)}give a file or one of {', '.join(known)}"
         )
     values = read_toml(path)
@@ -379,9 +376,13 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         _override(values, override)
     if isinstance(task, dict) and task.get("name") != name_in_file:
         _drop_options(task, kept={override.partition("=")[0].strip() for override in overrides})
-    recipe: Recipe = build(Recipe, values, "recipe")
+    recipe = build(Recipe, values)
     if recipe.own_code:
-        _check_policies(recipe.evaluate.policies)
+        from unmask.decoding.policies import check_policy
+
+        for policy in recipe.evaluate.policies:
+            with prefixed("evaluate.policies"):
+                check_policy(policy)
     own = is_own(str(recipe.task["name"]))
     return dataclasses.replace(recipe, task=_resolved_task(**recipe.task)) if own else recipe
 
@@ -391,7 +392,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             return tomllib.load(file)
     except (ValueError, RecursionError) as error:
-        raise RecipeError(f"{path} is not valid TOML: {error}") from None
+        raise UserError(f"{path} is not valid TOML: {error}") from None
 
 
 def _drop_options(task: dict[str, Any], kept: set[str]) -> None:
@@ -411,11 +412,11 @@ def _override(values: dict[str, Any], override: str) -> None:
     """Set `a.b.c=value` in nested tables; the value is TOML, or a bare string where it is not."""
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
-        raise RecipeError(f"override {override!r} is not of the form key=value, such as order.budget=3")
+        raise UserError(f"override {override!r} is not of the form key=value, such as order.budget=3")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except RecursionError:
-        raise RecipeError(f"override of {key.strip()}: the value is nested too deeply") from None
+        raise UserError(f"override of {key.strip()}: the value is nested too deeply") from None
     except ValueError:
         value = text
     *tables, last = key.strip().split(".")
@@ -423,112 +424,23 @@ def _override(values: dict[str, Any], override: str) -> None:
     for name in tables:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise RecipeError(f"override {override!r}: {name} is a value, not a table")
+            raise UserError(f"override {override!r}: {name} is a value, not a table")
     table[last] = value
-
-
-def build(cls: type[Any], values: Any, where: str) -> Any:
-    """The dataclass `cls` from a table, every key and type checked."""
-    if not isinstance(values, Mapping):
-        raise RecipeError(f"{where} must be a table, not {_describe(values)}")
-    hints = get_type_hints(cls)
-    for key in values:
-        if key not in hints:
-            raise RecipeError(
-                f"{where}: unknown key {key!r}; {did_you_mean(key, hints)}known keys are {', '.join(hints)}"
-            )
-    required = [f.name for f in dataclasses.fields(cls) if _is_required(f)]
-    for name in required:
-        if name not in values:
-            raise RecipeError(f"{where}: {name!r} is missing")
-    built = {key: _convert(hints[key], value, _join(where, key)) for key, value in values.items()}
-    try:
-        return cls(**built)
-    except RecipeError:
-        raise
-    except UserError as error:
-        raise RecipeError(f"{where}: {error}") from None
-
-
-def _convert(hint: Any, value: Any, where: str) -> Any:
-    if get_origin(hint) in (Union, types.UnionType):  # X | None
-        inner = next(arg for arg in get_args(hint) if arg is not type(None))
-        return None if value is None else _convert(inner, value, where)
-    if dataclasses.is_dataclass(hint):
-        return build(hint, value, where)  # type: ignore[arg-type]
-    if get_origin(hint) is Literal:
-        choices = get_args(hint)
-        if value not in choices:
-            raise RecipeError(
-                f"{where} = {value!r} is unknown; {did_you_mean(str(value), choices)}choose from {', '.join(choices)}"
-            )
-        return value
-    if get_origin(hint) is tuple:
-        if not isinstance(value, list | tuple):
-            raise RecipeError(f"{where} must be a list, not {_describe(value)}")
-        return tuple(_convert(get_args(hint)[0], item, where) for item in value)
-    if get_origin(hint) is dict:
-        if not isinstance(value, Mapping):
-            raise RecipeError(f"{where} must be a table, not {_describe(value)}")
-        return dict(value)
-    if type(value) is int and not -(2**63) <= value < 2**63:
-        raise RecipeError(f"{where} must fit in 64 bits, got {value}")
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:  # exact: True is an int to Python, and never meant as one
-        raise RecipeError(f"{where} must be {_KINDS[hint]}, not {_describe(value)}")
-    if hint is float and not abs(value) < float("inf"):
-        raise RecipeError(f"{where} must be finite, not {value}")
-    return value
 
 
 def _toml(table: Mapping[str, Any], name: str = "") -> Iterator[str]:
     """The lines of a table: its values first, then the tables inside it.  What is None is left out."""
-    given = {key: value for key, value in table.items() if value is not None}
     if name:
         yield f"\n[{name}]"
-    for key, value in given.items():
-        if not isinstance(value, Mapping):
-            yield f"{_toml_key(key)} = {_toml_value(value)}"
-    for key, value in given.items():
+    for key, value in table.items():
+        if value is not None and not isinstance(value, Mapping):
+            yield f"{key} = {_toml_value(value)}"
+    for key, value in table.items():
         if isinstance(value, Mapping):
-            yield from _toml(value, f"{name}.{_toml_key(key)}" if name else _toml_key(key))
+            yield from _toml(value, f"{name}.{key}" if name else key)
 
 
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml_value, value))}]"
+def _toml_value(value: str | bool | int | float | Sequence[Any]) -> str:
     if isinstance(value, str | bool):
         return json.dumps(value).replace("\x7f", "\\u007f")
-    return repr(value) if isinstance(value, int | float) else f"{value.isoformat()}"
-
-
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
-
-
-def _describe(value: Any) -> str:
-    return f"{value!r}" if not isinstance(value, Mapping) else "a table"
-
-
-def _join(where: str, key: str) -> str:
-    return key if where == "recipe" else f"{where}.{key}"
-
-
-def _is_required(f: dataclasses.Field[Any]) -> bool:
-    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-
-
-def _at_least(recipe: Any, low: int, *names: str) -> None:
-    for name in names:
-        if getattr(recipe, name) < low:
-            raise UserError(f"{name} must be at least {low}, got {getattr(recipe, name)}")
-
-
-def _at_most(recipe: Any, high: int, *names: str) -> None:
-    for name in names:
-        if getattr(recipe, name) > high:
-            raise UserError(f"{name} must be at most {high:,}, got {getattr(recipe, name)}")
+    return f"[{', '.join(map(_toml_value, value))}]" if isinstance(value, Sequence) else repr(value)

@@ -28,10 +28,10 @@ def small_denoiser(seed: int = 0) -> Denoiser:
     return denoiser
 
 
-def small_selector(budgets: tuple[int, ...], selection: Selection | None = None, seed: int = 1) -> Selector:
+def small_selector(budget: int, selection: Selection | None = None, seed: int = 1) -> Selector:
     """Every weight is random, the last layer's too: at zero it would be the IID rule whatever it reads."""
     torch.manual_seed(seed)
-    config = SelectorConfig(width=8, layers=1, heads=2, budgets=budgets)
+    config = SelectorConfig(width=8, layers=1, heads=2, budget=budget)
     selector = Selector(config, denoiser_width=16, selection=selection).double()
     for parameter in selector.requires_grad_(False).parameters():
         parameter.normal_(std=0.6)
@@ -40,13 +40,13 @@ def small_selector(budgets: tuple[int, ...], selection: Selection | None = None,
 
 @dataclass(frozen=True)
 class ReadsFirst:
-    """A selector that reads the first 16 numbers of a hidden state: some denoisers below carry more in theirs."""
+    """A selector that reads the first 16 numbers of a hidden state: some denoisers below carry more in theirs.
+
+    It takes any number of steps.
+    """
 
     selector: Selector
-
-    @property
-    def budgets(self) -> tuple[int, ...]:
-        return self.selector.budgets
+    budget: int | None = None
 
     @property
     def selection(self) -> Selection:
@@ -116,11 +116,11 @@ class TabularSelector:
     selection: Selection = field(default_factory=NonEmpty)
 
     @property
-    def budgets(self) -> tuple[int, ...]:
-        return (len(self.psi),)
+    def budget(self) -> int:
+        return len(self.psi)
 
     def __call__(
-        self, hidden: Tensor, confidences: Tensor, masked: Tensor, t: Tensor, budget: int, attention_mask: Tensor | None
+        self, hidden: Tensor, confidences: Tensor, masked: Tensor, t: Tensor, attention_mask: Tensor | None
     ) -> Tensor:
         return self.psi[t, hidden[:, 0, 0].long()]
 
@@ -128,9 +128,9 @@ class TabularSelector:
 # --- every rule -------------------------------------------------------------------------------------------------------
 
 BUILT_IN = {key: rule for key, rule in RULES.items() if rule.__module__.startswith("unmask.")}  # tests define others
-BUDGETS = (1, 3, 6, 13)  # that the selectors were "trained" for; the last is longer than every response below
-NONEMPTY = ReadsFirst(small_selector(BUDGETS, NonEmpty()))
-BERNOULLI = ReadsFirst(small_selector(BUDGETS, Bernoulli()))
+BUDGETS = (1, 3, 6, 13)  # the last is longer than every response below
+NONEMPTY = ReadsFirst(small_selector(13, NonEmpty()))
+BERNOULLI = ReadsFirst(small_selector(13, Bernoulli()))
 POLICIES: dict[str, Policy] = {
     text: parse_policy(text, NONEMPTY)  # type: ignore[arg-type]
     for text in (

@@ -15,13 +15,13 @@ from unmask.variational.selection import Bernoulli, NonEmpty
 class FromHidden:
     """Logits from what it is given, row by row."""
 
-    budgets = tuple(range(1, 10))
+    budget = None
 
     def __init__(self, selection):
         self.selection = selection
 
-    def __call__(self, hidden, confidences, masked, t, max_steps, attention_mask):
-        return 3 * hidden.sum(-1) + confidences.sum(-1) + (t / max_steps)[:, None]
+    def __call__(self, hidden, confidences, masked, t, attention_mask):
+        return 3 * hidden.sum(-1) + confidences.sum(-1) + t[:, None]
 
 
 NAMES = [  # every rule, and those of its parameters that take another way through its code

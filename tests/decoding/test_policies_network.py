@@ -19,12 +19,12 @@ DRAWS = 20_000
 class LookUp:
     """A network whose logits are given; keeps what it was asked."""
 
-    def __init__(self, logits, selection=None, budgets=tuple(range(1, 10))):
-        self.logits, self.selection, self.budgets = logits, selection or NonEmpty(), budgets
+    def __init__(self, logits, selection=None, budget=None):
+        self.logits, self.selection, self.budget = logits, selection or NonEmpty(), budget
 
-    def __call__(self, hidden, confidences, masked, t, max_steps, attention_mask):
+    def __call__(self, hidden, confidences, masked, t, attention_mask):
         self.asked = {"hidden": hidden, "masked": masked, "attention_mask": attention_mask}
-        self.asked |= {"confidences": confidences, "t": t, "max_steps": max_steps}
+        self.asked |= {"confidences": confidences, "t": t}
         return self.logits.expand(masked.shape)
 
 
@@ -55,7 +55,6 @@ def test_what_the_network_is_asked(make):
     decision = make(network).decide(case.step)
     asked = network.asked
     assert asked["t"].tolist() == [row.S - 1 - row.i for row in case.rows]
-    assert asked["max_steps"].tolist() == [row.S for row in case.rows]
     for name in ("hidden", "masked", "attention_mask"):
         assert asked[name] is getattr(case.step, name)
     for row, told in zip(case.rows, asked["confidences"].tolist(), strict=True):
@@ -67,11 +66,10 @@ def test_what_the_network_is_asked(make):
 
 @each_rule
 def test_a_budget_that_it_was_not_trained_for(make):
-    rule = make(LookUp(None, budgets=(2, 5)))
-    for max_steps in (2, 5):
-        rule.check(max_steps, torch.tensor([7]))
-    for max_steps in (1, 3, 6):
-        with pytest.raises(ValueError, match=f"trained for T = 2, 5 only, not for {max_steps} steps"):
+    rule = make(LookUp(None, budget=5))
+    rule.check(5, torch.tensor([7]))
+    for max_steps in (1, 6):
+        with pytest.raises(ValueError, match=f"trained for T = 5, not for {max_steps} steps"):
             rule.check(max_steps, torch.tensor([7]))
 
 

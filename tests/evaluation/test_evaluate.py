@@ -481,7 +481,7 @@ def test_whatever_a_network_decides_is_recorded_as_a_learned_order(kind):
     record, order = run(model, kind(model.selector), 2)
     assert record.policy == kind(model.selector).name
     assert (record.trained_budget, record.budget, record.selector) == (2, 2, "bernoulli")
-    with pytest.raises(ValueError, match="trained for T = 2 only, not for 3"):
+    with pytest.raises(ValueError, match="trained for T = 2, not for 3"):
         run(model, kind(model.selector), 3)
     if kind is OneAtATime:
         assert (record.min_steps, record.max_steps, record.nothing_selected) == (2, 2, 0)
@@ -576,7 +576,7 @@ def tiny_of(model):
         said = torch.stack([best[..., 0], best[..., 0] - best[..., 1], -(p * p.log()).sum(-1)], dim=-1)
         said = torch.where(masked[..., None], said, 0.0)
         times = torch.full((len(x),), t)
-        return model.selector(model.denoiser.hidden(x), said, masked, times, BUDGET)
+        return model.selector(model.denoiser.hidden(x), said, masked, times)
 
     return TinyModel(denoiser, selector, model.scorer, model.selection, 3, model.config.tau)
 

@@ -1,28 +1,15 @@
 import pytest
 import torch
 
-from unmask.models.backbone import (
-    SIZES,
-    Backbone,
-    BackboneConfig,
-    Layout,
-    Spans,
-    attended,
-    packed_length,
-    pad_heads,
-    rotary_angles,
-    rotate,
-    spare_rows,
-)
+from unmask.models.backbone import SIZES, Backbone, BackboneConfig, attended, pad_heads, rotary_angles, rotate
+from unmask.models.packing import Layout, Spans, packed_length, spare_rows
 
 NUM_TOKENS = 7
 MASK = NUM_TOKENS - 1
 SHAPES = [
-    pytest.param({"absolute_positions": absolute, "qk_norm": qk_norm}, id=f"absolute={absolute}-qk_norm={qk_norm}")
-    for absolute in (False, True)
-    for qk_norm in (False, True)
+    pytest.param({"absolute_positions": True}, id="absolute"),
+    pytest.param({"kv_heads": 1, "head_width": 6, "qk_norm": True}, id="grouped"),
 ]
-SHAPES.append(pytest.param({"kv_heads": 1, "head_width": 6, "qk_norm": True}, id="grouped"))
 
 
 def backbone(**options):
@@ -101,12 +88,11 @@ def test_the_order_of_the_tokens_matters():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_rotary_alone_cannot_tell_the_positions_of_an_all_mask_canvas_apart(qk_norm):
+def test_rotary_alone_cannot_tell_the_positions_of_an_all_mask_canvas_apart():
     canvas = torch.full((1, 9), MASK)
-    rotary = backbone(absolute_positions=False, qk_norm=qk_norm)(canvas)[0]
+    rotary = backbone(absolute_positions=False)(canvas)[0]
     assert torch.allclose(rotary, rotary[:1].expand_as(rotary), rtol=0, atol=1e-12)
-    absolute = backbone(absolute_positions=True, qk_norm=qk_norm)(canvas)[0]
+    absolute = backbone(absolute_positions=True)(canvas)[0]
     distances = torch.cdist(absolute, absolute) + torch.eye(9)
     assert distances.min() > 1e-3
 
@@ -133,19 +119,15 @@ def test_too_long_a_sequence_is_named_in_one_line():
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_a_size_has_the_parameters_of_its_name(name):
-    """Names are whole millions, cut or rounded (6.29M is "6m", 830.5M is "831m"): 0.6M off, and 6% for the small."""
-    named = int(name.removesuffix("m")) * 1e6
-    assert abs(SIZES[name].num_weights() - named) <= min(0.6e6, 0.06 * named)
-
-
-@pytest.mark.parametrize("name", ["1m", "6m", "75m", "170m"])
-def test_the_formula_counts_what_is_built(name):
+def test_a_size_has_the_parameters_of_its_name():
+    """Names are whole millions, cut or rounded (6.29M is "6m"): 0.6M off, and 6% for the small."""
+    for name, shape in SIZES.items():
+        named = int(name.removesuffix("m")) * 1e6
+        assert abs(shape.num_weights() - named) <= min(0.6e6, 0.06 * named)
     with torch.device("meta"):
-        trunk = Backbone(SIZES[name], NUM_TOKENS)
+        trunk = Backbone(SIZES["170m"], NUM_TOKENS)
     matrices = sum(p.numel() for p in trunk.parameters() if p.ndim == 2)
-    assert matrices == SIZES[name].num_weights(NUM_TOKENS)
+    assert matrices == SIZES["170m"].num_weights(NUM_TOKENS)
 
 
 def test_the_paper_s_size():
@@ -153,16 +135,14 @@ def test_the_paper_s_size():
     assert (config.layers, config.width, config.intermediate, config.heads) == (18, 768, 3072, 12)
 
 
-@pytest.mark.parametrize("field", ["width", "layers", "heads", "intermediate", "max_length"])
-@pytest.mark.parametrize("value", [0, -2])
-def test_sizes_below_one_are_refused(field, value):
+@pytest.mark.parametrize("field", ["width", "max_length"])
+def test_sizes_below_one_are_refused(field):
     shape = {"width": 16, "layers": 2, "heads": 2, "intermediate": 24, "max_length": 12}
-    with pytest.raises(ValueError, match=f"{field} must be between 1 and .*, got {value}") as caught:
-        BackboneConfig(**{**shape, field: value})
-    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=f"{field} must be between 1 and .*, got 0"):
+        BackboneConfig(**{**shape, field: 0})
 
 
-@pytest.mark.parametrize(("width", "heads"), [(16, 3), (6, 2), (10, 10)])
+@pytest.mark.parametrize(("width", "heads"), [(16, 3), (6, 2)])
 def test_a_width_that_does_not_split_into_rotary_pairs_is_refused(width, heads):
     with pytest.raises(ValueError, match=rf"width {width} must be a multiple of 2 \* heads = {2 * heads}"):
         BackboneConfig(width=width, layers=1, heads=heads, intermediate=8)
@@ -215,12 +195,12 @@ def masked_layout(x, attention_mask):
     return Layout(positions, attention_mask[:, None, None, :], None, tuple(x.shape))
 
 
-@pytest.mark.parametrize("spare", [0, 3, 19])
+@pytest.mark.parametrize("spare", [0, 19])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("options", SHAPES)
 def test_packing_changes_nothing_but_the_padding(side, options, spare, monkeypatch):
     """Nor do places that fill a row up, as on a GPU."""
-    monkeypatch.setattr("unmask.models.backbone.packed_length", lambda num_tokens, device: num_tokens + spare)
+    monkeypatch.setattr("unmask.models.packing.packed_length", lambda num_tokens, device: num_tokens + spare)
     trunk, (x, attention_mask) = backbone(**options), rows_of(side)
     packed, layout = trunk(x, attention_mask), Layout.of(x, attention_mask, torch.float64)
     assert layout.positions.shape == (1, 16 + spare), "half of the places would be padding"
@@ -264,12 +244,12 @@ def test_on_a_gpu_rows_hold_few_numbers_of_sequences():
         assert spare_rows(rows, 264, spare, cpu) == -(-spare // 264)
 
 
-@pytest.mark.parametrize("empty", [1, 5])
+@pytest.mark.parametrize("empty", [5])
 def test_empty_sequences_change_nothing(empty, monkeypatch):
     x, attention_mask = rows_of()
     trunk = backbone()
     plain = trunk(x, attention_mask)
-    monkeypatch.setattr("unmask.models.backbone.spare_rows", lambda *given: empty)
+    monkeypatch.setattr("unmask.models.packing.spare_rows", lambda *given: empty)
     layout = Layout.of(x, attention_mask, torch.float64)
     assert layout.attend.ends.diff().tolist() == [8, 3, 5, *[0] * empty]
     assert torch.equal(trunk(x, layout), plain)
@@ -294,7 +274,7 @@ def test_spans_keep_sequences_apart_and_may_be_empty():
     assert attended(nothing, nothing, nothing, Spans(torch.tensor([0]), 4)).shape == (1, 0, 2, 4)
 
 
-@pytest.mark.parametrize("width", [8, 36, 40, 2])
+@pytest.mark.parametrize("width", [36, 40])
 def test_heads_filled_up_to_eights_attend_as_before(width):
     """What CUDA's variable-length attention asks for; a selector a quarter as wide as SmolLM2 has heads of 36."""
     states = torch.randn(3, 1, 5, 2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -23,7 +23,7 @@ SMALL = BackboneConfig(width=8, layers=1, heads=2, intermediate=12, max_length=1
 PLAIN = OrderModelConfig(vocab_size=len(WORDS), denoiser=SMALL)
 WHOLE = replace(
     PLAIN,
-    selector=SelectorConfig(width=4, layers=1, heads=1, budgets=(2, 5)),
+    selector=SelectorConfig(width=4, layers=1, heads=1, budget=5),
     scorer=replace(SMALL, absolute_positions=True, rope_theta=500.0),
     selection="bernoulli",
     tau=0.07,
@@ -167,37 +167,25 @@ def test_a_damaged_manifest_is_refused(folder):
     assert (folder / "config.json").exists(), "nothing was touched"
 
 
-@pytest.mark.parametrize("kept", [0, 4, 8, 100, -1])
-def test_truncated_weights_are_refused(folder, kept):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:kept])
-    assert "model.safetensors is damaged" in refused(folder)
-
-
-@pytest.mark.parametrize("text", ["", "{", "not json", "[]", "[1, 2]", "null", "3", '"text"', "{}", '{"tau": 5}'])
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"3", b"{}", b"\xff\xfe\x00{"])
 def test_a_config_that_is_none_is_refused(folder, text):
-    write_config(folder, text.encode())
+    write_config(folder, text)
     assert "is not the config of an unmask model" in refused(folder)
 
 
-def test_a_config_that_is_not_text_is_refused(folder):
-    write_config(folder, b"\xff\xfe\x00{")
-    assert "is not the config of an unmask model" in refused(folder)
-
-
-@pytest.mark.parametrize("version", [0, 2, "3", None])
+@pytest.mark.parametrize("version", [3, "4", None])
 def test_another_format_version_is_refused(folder, version):
     edit_config(folder, lambda fields: fields.update(format_version=version))
-    assert f"has format version {version}, this unmask reads version 3" in refused(folder)
+    assert f"has format version {version}, this unmask reads version 4" in refused(folder)
 
 
-@pytest.mark.parametrize("part", [None, "denoiser", "selector", "scorer"])
+@pytest.mark.parametrize("part", [None, "selector"])
 def test_an_unknown_key_is_named(folder, part):
     edit_config(folder, lambda fields: (fields[part] if part else fields).update(dropout=0.1))
     assert "dropout" in refused(folder)
 
 
-@pytest.mark.parametrize("part", ["denoiser", "selector", "scorer", "vocab_size"])
+@pytest.mark.parametrize("part", ["denoiser", "vocab_size"])
 def test_a_missing_key_is_named(folder, part):
     edit_config(folder, lambda fields: fields.pop(part))
     assert part in refused(folder)
@@ -207,20 +195,12 @@ def test_a_missing_key_is_named(folder, part):
     ("part", "field", "value"),
     [
         ("denoiser", "width", 9),
-        ("denoiser", "width", "eight"),
         ("denoiser", "width", 8.0),
-        ("denoiser", "layers", 0),
-        ("denoiser", "heads", None),
-        ("selector", "budgets", []),
-        ("selector", "budgets", 5),
-        ("selector", "width", 0),
+        ("selector", "budget", 0),
         ("selector", "heads", 3),
-        ("scorer", "heads", 3),
-        (None, "vocab_size", "five"),
         (None, "vocab_size", -3),
         (None, "selection", "greedy"),
         (None, "denoiser", [8, 1, 2, 12]),
-        (None, "selector", "small"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(folder, part, field, value):
@@ -232,31 +212,14 @@ def test_a_value_that_cannot_be_is_refused(folder, part, field, value):
     ("part", "field", "value"),
     [
         ("denoiser", "width", 16),
-        ("denoiser", "layers", 2),
-        ("scorer", "absolute_positions", False),
-        ("selector", "width", 8),
         ("selector", "positions", 9),
-        (None, "vocab_size", 6),
         (None, "tied_head", True),
-        (None, "selector", None),
         (None, "scorer", None),
     ],
 )
 def test_a_config_that_does_not_fit_the_weights_is_refused(folder, part, field, value):
     edit_config(folder, lambda fields: (fields[part] if part else fields).update({field: value}))
     assert "does not fit config.json" in refused(folder)
-
-
-@pytest.mark.parametrize("text", ["", "{", "{}", '{"model": {"type": "Unheard"}}'])
-def test_a_damaged_tokenizer_is_refused(folder, text):
-    (folder / "tokenizer.json").write_text(text)
-    assert "tokenizer.json is damaged" in refused(folder)
-
-
-def test_a_truncated_tokenizer_is_refused(folder):
-    path = folder / "tokenizer.json"
-    path.write_text(path.read_text()[:-20])
-    assert "tokenizer.json is damaged" in refused(folder)
 
 
 # --- tokenizer --------------------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests.training.small import small_model
-from unmask.models.backbone import Backbone, BackboneConfig, Layout, Spans
+from unmask.models.backbone import Backbone, BackboneConfig
 from unmask.models.cuda_graphs import Recorded, Replayed
+from unmask.models.packing import Layout, Spans
 from unmask.training.compiled import compiled_networks
 
 

@@ -163,9 +163,9 @@ ONE_MORE = json.dumps({**dataclasses.asdict(LEARNED), "accuracy": 1})
     [
         ('{"task": "gro', "not a JSON object"),
         ("", "not a JSON object"),
-        ("[1, 2]", "not an object"),
-        (MISSING_ONE, "(seed)"),
-        (ONE_MORE, "(accuracy)"),
+        ("[1, 2]", "must be a table"),
+        (MISSING_ONE, "'seed' is missing"),
+        (ONE_MORE, "unknown key 'accuracy'"),
     ],
 )
 def test_a_damaged_line_is_named_by_its_number(tmp_path, line, expected):

@@ -296,7 +296,7 @@ def test_the_best_of_the_other_rules(study):
 
 
 def test_the_gains_hold_both_seeds(study):
-    gains = [Gain(**row) for row in read_jsonl(study / "runs" / "results" / "study" / "gains.jsonl", Gain)]
+    gains = read_jsonl(study / "runs" / "results" / "study" / "gains.jsonl", Gain)
     tried = [gain for gain in gains if gain.policy == "learned(deterministic)"]
     assert {gain.split for gain in tried} == {"new-numbers-dev"}
     assert {(gain.trained_budget, gain.joint, *gain.seeds) for gain in tried} == {

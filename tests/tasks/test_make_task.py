@@ -35,8 +35,8 @@ def test_errors_are_one_line():
     for name, options, parts in (
         ("group", {}, ["unknown task 'group'", "did you mean 'groups'?", *TASKS]),
         ("a\nb", {}, ["unknown task"]),
-        ("groups", {"group_sise": 4}, ["no option 'group_sise'", "did you mean 'group_size'?", "seed, groups"]),
-        ("groups", {"groups": True}, ["groups must be of type int, not bool"]),
+        ("groups", {"group_sise": 4}, ["unknown key 'group_sise'", "did you mean 'group_size'?", "seed, groups"]),
+        ("groups", {"groups": True}, ["task.groups must be a whole number, got True"]),
         ("groups", {"seed": 2**63}, ["seed must fit in 64 bits"]),
         ("groups", {"groups": 0}, ["task groups: set groups between 1 and 256, not 0"]),
         ("groups", {"group_size": 1}, ["set group_size between 2 and 256, not 1"]),

@@ -13,7 +13,7 @@ HANGS = 1800  # seconds after which a child is given up: half a minute of work o
 
 # Functions that a run calls often: between updates, and before each of the steps of writing what must last.
 MOMENTS = {
-    "update": "unmask.training.loop:_backward",
+    "update": "unmask.training.loop:backward",
     "metrics": "unmask.training.metrics:Metrics.write",
     "tensors": "unmask.training.checkpoint:save_file",
     "fingerprint": "unmask.files:fingerprint",

@@ -45,41 +45,37 @@ def curve(case, folder):
         objective, networks = DenoiseObjective(model.denoiser, 0), ["denoiser"]
     else:
         baseline = MovingAverage(BUDGET) if "moving" in case else LeaveOneOut()
-        objective, networks = OrderObjective(model, BUDGET, 2, baseline, 0), ["denoiser", "selector", "scorer"]
+        objective, networks = OrderObjective(model, 2, baseline, 0), ["denoiser", "selector", "scorer"]
     rates = {name: (getattr(model, name), 3e-3) for name in networks}
     how = Optimisation(**{"updates": UPDATES, "batch": 8, "warmup": 2, **CASES[case]})
-    recorded, judge = [], loop._judge
+    recorded, judge = [], loop.StageState.judge
 
     def recording(state, wrong, values):
         recorded.append(dict(values))
         return judge(state, wrong, values)
 
-    loop._judge = recording
+    loop.StageState.judge = recording
     try:
         metrics = Metrics(Path(folder) / f"{case}.{accelerator.process_index}.jsonl")
-        loop.run_stage("stage", 1, objective, rates, how, TASK, 0, accelerator, metrics)
+        loop.run_stage(loop.Stage.ORDER, objective, rates, how, TASK, 0, accelerator, metrics)
     finally:
-        loop._judge = judge
+        loop.StageState.judge = judge
     return recorded
 
 
 def train_with_a_stop(recipe, out, updates):
     """Train until SIGTERM comes to the last process alone, as its update number `updates` is under way."""
-    backward, calls = loop._backward, []
+    calls = []
 
-    def counted(*arguments):
-        calls.append(0)
+    def on_update(stage, update):
+        calls.append(update)
         if len(calls) == updates and int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return backward(*arguments)
 
-    loop._backward = counted
     try:
-        train(recipe, out, cpu=True)
+        train(recipe, out, cpu=True, on_update=on_update)
     except Stopped as stopped:
         return str(stopped)
-    finally:
-        loop._backward = backward
     return "finished"
 
 

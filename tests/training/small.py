@@ -75,7 +75,7 @@ def small_model(
     config = OrderModelConfig(
         vocab_size,
         shape,
-        selector=SelectorConfig(8, 1, 2, (budget,), positions=longest),
+        selector=SelectorConfig(8, 1, 2, budget, positions=longest),
         scorer=shape,
         teacher=teacher,
         selection=selection,

@@ -14,11 +14,11 @@ from unmask.recipe import Optimisation, load_recipe
 from unmask.tasks.puzzles.groups import Groups
 from unmask.training.checkpoint import Checkpoint
 from unmask.training.collapse import PATIENCE, CollapseGuard
-from unmask.training.loop import _judge, run_stage
+from unmask.training.loop import Stage, run_stage
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import Outcome
 from unmask.training.run import train
-from unmask.training.state import StageState, copied
+from unmask.training.state import StageState
 
 BUDGET = 5
 TASK = FixedTask(padded([[2, 0, 1]], [[True] * 3]))
@@ -26,6 +26,12 @@ TASK = FixedTask(padded([[2, 0, 1]], [[True] * 3]))
 
 def good(**values):
     return {"elbo": -1.0, "q_steps": 4.0, "saturated": 0.2, **values}
+
+
+def guard_of(budget=BUDGET, restored_rate=0.0, weight=0.0):
+    """A guard of one number."""
+    parameter = nn.Parameter(torch.full((1,), weight))
+    return CollapseGuard({"weight": parameter}, torch.optim.AdamW([parameter]), budget, restored_rate)
 
 
 def said(guard, recorded, updates=200):
@@ -36,13 +42,13 @@ def said(guard, recorded, updates=200):
 BAD = {
     "reveals everything at once": good(q_steps=1.0),
     "saturated": good(saturated=1.0),
-    "nats a token, its best was -1.00": good(elbo=-2.0),
+    "nats per token, its best was -1.00": good(elbo=-2.0),
 }
 
 
 @pytest.mark.parametrize(("words", "bad"), BAD.items(), ids=BAD.keys())
 def test_each_sign_is_reported_once_and_not_before_it_has_lasted(words, bad):
-    guard = CollapseGuard("order", BUDGET)
+    guard = guard_of()
     assert said(guard, good()) == []
     found = said(guard, bad)
     assert len(found) == 1
@@ -51,32 +57,32 @@ def test_each_sign_is_reported_once_and_not_before_it_has_lasted(words, bad):
 
 
 def test_noise_is_not_a_collapse():
-    guard, draw = CollapseGuard("order", BUDGET), random.Random(0)
+    guard, draw = guard_of(), random.Random(0)
     for _ in range(3000):
         noisy = good(elbo=-1 + draw.gauss(0, 0.8), q_steps=draw.choice([1.0, 5.0]), saturated=draw.random())
         assert guard.watch(noisy) is None
 
 
 def test_a_short_fall_is_not_a_collapse():
-    guard = CollapseGuard("order", BUDGET)
+    guard = guard_of()
     for _ in range(10):
         assert said(guard, good()) == []
         assert said(guard, good(elbo=-3.0), PATIENCE // 2) == []
 
 
 def test_a_denoiser_is_watched_by_its_bound_alone():
-    guard = CollapseGuard("denoiser")
+    guard = guard_of(budget=None)
     assert said(guard, {"loss": 0.4, "elbo": -0.4}) == []
     assert said(guard, {"loss": 0.6, "elbo": -0.6}) == []
     [(_, why)] = said(guard, {"loss": 1.3, "elbo": -1.3})
-    assert "nats a token, its best was -0.40" in why
+    assert "nats per token, its best was -0.40" in why
 
 
 def test_facts_bring_it_back():
-    one, other = CollapseGuard("order", BUDGET), CollapseGuard("order", BUDGET)
+    one, other = guard_of(), guard_of()
     said(one, good())
     said(one, good(elbo=-2.0), PATIENCE)
-    other.load(one.facts())
+    other.load(one.facts(), {}, {})
     assert said(one, good(elbo=-2.0)) == said(other, good(elbo=-2.0)) != []
 
 
@@ -101,11 +107,12 @@ class Falling(nn.Module):
 
 def run(tmp_path, restored_rate, what="order"):
     objective = Falling()
-    how = Optimisation(updates=UPDATES, batch=2, warmup=0, final_rate=1.0)
+    objective.budget = BUDGET if what == "order" else None
+    restore = {"on_collapse": "restore", "restored_rate": restored_rate} if restored_rate else {}
+    how = Optimisation(updates=UPDATES, batch=2, warmup=0, final_rate=1.0, **restore)
     path = tmp_path / "metrics.jsonl"
-    guard = CollapseGuard(what, BUDGET, restored_rate)
     rates = {"scorer": (objective, 1e-2)}
-    run_stage("order", 1, objective, rates, how, TASK, 0, Accelerator(cpu=True), Metrics(path), guard=guard)
+    run_stage(Stage.ORDER, objective, rates, how, TASK, 0, Accelerator(cpu=True), Metrics(path))
     return objective, [line for line in json_lines(path) if "event" in line], json_lines(path)
 
 
@@ -126,7 +133,7 @@ def test_the_advice_is_for_what_has_collapsed(tmp_path):
 
 def test_a_collapsed_order_is_never_the_best():
     """One that was collapsed from the first update on has nothing to go back to."""
-    guard = CollapseGuard("order", BUDGET, 0.5)
+    guard = guard_of(restored_rate=0.5)
     for _ in range(3 * PATIENCE):
         guard.watch(good(q_steps=1.0))
         assert not guard.at_best
@@ -136,16 +143,18 @@ def test_a_collapsed_order_is_never_the_best():
 
 
 def test_the_average_of_a_collapsed_order_is_given_up():
-    module = nn.Linear(1, 1)
-    state = StageState(module, torch.optim.AdamW(module.parameters()), 0.9, CollapseGuard("order", BUDGET, 0.5))
-    state.best = best = copied(state.parameters)
-    for _ in range(3):
-        with torch.no_grad():
-            module.weight += 100
+    module = nn.Linear(1, 1, bias=False)
+    how = Optimisation(updates=1, batch=1, ema=0.9, on_collapse="restore")
+    state = StageState(module, torch.optim.AdamW(module.parameters()), how)
+    for bound in [-1.0] * (3 * PATIENCE) + [-9.0] * (2 * PATIENCE):
+        state.update += 1
+        nn.init.constant_(module.weight, state.update)
         state.average.update()
-    state.restore_best(0.5)
+        state.judge([], {"elbo": bound})
+        if state.guard.restored_at == state.update:
+            break
     state.average.update()
-    assert all(torch.equal(state.average.values[name], tensor) for name, tensor in best.items())
+    assert module.weight.item() == state.average.values["weight"].item() == state.guard.best["weight"].item() > 0
 
 
 @pytest.mark.parametrize("what", ["order", "denoiser"])
@@ -164,59 +173,41 @@ def test_the_best_weights_are_restored_at_a_smaller_rate(tmp_path, what):
     assert -0.01 * (PATIENCE + 10) < best < -0.01 * (PATIENCE - 10), "the first weights that proved good"
 
 
-def state_of(weight):
-    """The state of a denoiser that is one number, which may be restored."""
-    module = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(module.weight, weight)
-    optimizer = torch.optim.AdamW(module.parameters())
-    return StageState(module, optimizer, 0.0, CollapseGuard("denoiser", restored_rate=0.5))
-
-
-def test_weights_are_the_best_when_they_have_lasted():
-    state = state_of(0.0)
-    for state.update in range(2 * PATIENCE + 1):
-        nn.init.constant_(state.parameters["weight"], state.update)
-        state.keep_candidate()
-        assert (state.best["weight"].item() if state.best else None) == {0: None, 1: 0, 2: PATIENCE}[
-            state.update // PATIENCE
-        ]
-    state.restore_best(0.5)
-    assert state.parameters["weight"].item() == PATIENCE
-    assert not state.candidate
-
-
-def test_weights_from_the_edge_of_a_fall_never_become_the_best():
+def test_weights_are_the_best_when_they_have_lasted_and_never_from_the_edge_of_a_fall():
     """The bound falls once they were taken, and rises again before that is called a collapse."""
-    state = state_of(0.0)
-    taken = []
+    guard = guard_of(budget=None, restored_rate=0.5)
+    update, taken = 0, []
     for bounds in ([-1.0] * (2 * PATIENCE), [-2.0] * 20, [-0.5] * (3 * PATIENCE)):
         for bound in bounds:
-            state.update += 1
-            nn.init.constant_(state.parameters["weight"], state.update)
-            assert _judge(state, [], {"elbo": bound}) == []
-            taken.append(state.best["weight"].item() if state.best else 0)
+            update += 1
+            nn.init.constant_(guard.parameters["weight"], update)
+            assert guard.after_update(update, {"elbo": bound}) is None
+            taken.append(int(guard.best["weight"].item()) if guard.best else 0)
     fell, rose = 2 * PATIENCE, 2 * PATIENCE + 20
-    assert taken[fell] == PATIENCE
-    assert {int(update) for update in taken[fell:]} - {PATIENCE} > set()
-    assert all(update == PATIENCE or update > rose for update in taken[fell:])
+    assert taken[fell - 2 : fell + 1] == [0, PATIENCE, PATIENCE]
+    assert set(taken[fell:]) - {PATIENCE} > set()
+    assert all(best == PATIENCE or best > rose for best in taken[fell:])
 
 
 def test_a_checkpoint_holds_what_may_be_restored():
-    saved, loaded = state_of(1.0), state_of(2.0)
+    states = []
+    for weight in (1.0, 2.0):
+        module = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(module.weight, weight)
+        how = Optimisation(updates=1, batch=1, on_collapse="restore")
+        states.append(StageState(module, torch.optim.AdamW(module.parameters()), how))
+    saved, loaded = (state.guard for state in states)
     saved.best, saved.candidate = ({"weight": torch.full((1, 1), value)} for value in (3.0, 4.0))
-    saved.update, saved.candidate_at, saved.restored_at, saved.rate_scale = 70, 60, 40, 0.5
-    loaded.load(Checkpoint(Path("here"), saved.tensors(), {"update": 70, **saved.facts()}))
+    saved.candidate_at, saved.restored_at, saved.rate_scale = 60, 40, 0.5
+    states[1].load(Checkpoint(Path("here"), states[0].tensors(), {"update": 70, **states[0].facts()}))
     assert (loaded.best, loaded.candidate) == (saved.best, saved.candidate)
-    assert loaded.rate_factor == saved.rate_factor == 0.5 * 31 / PATIENCE
-    for state in (saved, loaded):
-        state.update = 110
-        state.keep_candidate()
-        assert state.best["weight"].item() == 4.0
+    assert (loaded.candidate_at, loaded.rate_factor(70)) == (60, 0.5 * 31 / PATIENCE)
+    assert states[1].parameters["weight"].item() == 1.0
 
 
 @dataclass(frozen=True)
 class Turning(Groups):
-    """3 * PATIENCE updates of one sequence, then puzzles, of which no denoiser foretells log(3) / 2 nats a token."""
+    """3 * PATIENCE updates of one sequence, then puzzles, of which no denoiser foretells log(3) / 2 nats per token."""
 
     def order(self, seed, stage, positions):
         return positions

@@ -13,7 +13,7 @@ from tests.training.processes import CASES, UPDATES, curve, train_with_a_stop
 from tests.training.small import TINY_RECIPE, json_lines
 from unmask.models.order_model import OrderModel
 from unmask.recipe import load_recipe
-from unmask.training.loop import run_stage
+from unmask.training.loop import Stage, run_stage
 from unmask.training.run import train
 
 SETTINGS = [
@@ -85,7 +85,7 @@ def assert_close(run, other):
 def test_a_stop_of_one_process_stops_and_saves_all(two, how):
     for rank in (0, 1):
         assert found(two, rank)["said"][how] == (
-            "stopped by SIGTERM; stage order is saved after update 5 of 12; the same command goes on from there"
+            "stopped by SIGTERM; stage order is saved after update 5 of 12; the same command resumes there"
         )
     names = sorted(path.name for path in (two / f"{how}-copy" / "checkpoints").iterdir())
     assert names == ["order-00000005"]
@@ -117,7 +117,7 @@ def test_a_batch_too_small_for_its_micro_batches_is_refused(tmp_path):
         num_processes = 3
 
     with pytest.raises(ValueError, match="batch = 4 is too small for 3 processes with accumulate = 2: raise it to 6"):
-        run_stage("order", 1, torch.nn.Linear(1, 1), {}, Optimisation(1, 4, accumulate=2), None, 0, Many(), None)
+        run_stage(Stage.ORDER, torch.nn.Linear(1, 1), {}, Optimisation(1, 4, accumulate=2), None, 0, Many(), None)
 
 
 def comparable(path):

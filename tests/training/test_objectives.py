@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.training.small import padded, single, small_model
-from unmask.models.backbone import scatter
+from unmask.models.packing import scatter
+from unmask.recipe import parse_teacher
 from unmask.rng import stratified
 from unmask.tasks.task import Examples
 from unmask.training import objectives
@@ -26,7 +27,7 @@ from unmask.training.objectives import (
     saturation,
 )
 from unmask.training.reading import with_layout
-from unmask.training.teacher import first_logits, parse_teacher, reveal_steps
+from unmask.training.teacher import first_logits, reveal_steps
 from unmask.variational.enumeration import TinyModel, posterior_chain
 from unmask.variational.estimators import LeaveOneOut, MovingAverage, NoBaseline
 
@@ -82,35 +83,11 @@ def expected_loss(objective):
     return total
 
 
-class DividedByLength(DenoiseObjective):
-    """1/N in place of 1/m: the plain cross-entropy of BERT, without the weight 1/t."""
-
-    def forward(self, examples, ids, u):
-        outcome = super().forward(examples, ids, u)
-        return outcome._replace(loss=outcome.loss * self.mask().sum(-1)[0] / N)
-
-
-class TrueTokensShown(DenoiseObjective):
-    """The denoiser sees what it is asked for."""
-
-    def forward(self, examples, ids, u):
-        masked = self.mask()
-        log_mu = self.denoiser(examples.tokens).log_softmax(-1).gather(-1, examples.tokens[..., None])[..., 0]
-        return objectives.Outcome(-((log_mu * masked).sum(-1) / masked.sum(-1)).mean(), {})
-
-
 def test_the_plain_objective_is_the_continuous_time_bound():
     denoiser = small_model().denoiser
     exact = continuous_time_bound(denoiser)
     assert exact > 0.5
     assert expected_loss(DenoiseObjective(denoiser, seed=0)) == pytest.approx(exact, abs=1e-12)
-
-
-@pytest.mark.parametrize("mistake", [DividedByLength, TrueTokensShown])
-def test_planted_mistakes_break_the_plain_objective(mistake):
-    denoiser = small_model().denoiser
-    wrong = expected_loss(mistake(denoiser, seed=0))
-    assert wrong != pytest.approx(continuous_time_bound(denoiser), abs=1e-3)
 
 
 def test_the_plain_objective_reports_what_it_minimises():
@@ -204,9 +181,9 @@ def batch(left=False, extra=0):
     return padded([case[1] for case in CASES], [case[2] for case in CASES], left, extra)
 
 
-def order_objective(cls=OrderObjective, selection="nonempty", teacher="", **options):
+def order_objective(selection="nonempty", teacher="", **options):
     model = small_model(budget=BUDGET, selection=selection, tau=0.1, teacher=teacher)
-    return cls(model, BUDGET, K, LeaveOneOut(), seed=5, **options)
+    return OrderObjective(model, K, LeaveOneOut(), seed=5, **options)
 
 
 def log_law(log_p, masked, nonempty):
@@ -266,7 +243,7 @@ def slow_terms(model, tokens, response, masked, reveal_time, t):
     best = p.sort(-1, descending=True).values
     said = torch.stack([best[:, 0], best[:, 0] - best[:, 1], -(p * p.log()).sum(-1)], dim=-1)
     said = torch.where(masked[:, None], said, 0.0)
-    logits = model.selector(hidden.detach(), said[None], masked[None], torch.tensor([t]), BUDGET)[0]
+    logits = model.selector(hidden.detach(), said[None], masked[None], torch.tensor([t]))[0]
     law_p = log_law(torch.nn.functional.logsigmoid(logits), masked, model.config.selection == "nonempty")
     law_q = log_law(log_q, masked, nonempty=False)
     kl = sum(value.exp() * (value - law_p[r]) for r, value in law_q.items() if value > -torch.inf)
@@ -365,70 +342,6 @@ def test_a_teacher_that_is_followed_to_the_letter(monkeypatch):
     assert terms.elbo.isfinite().all()
 
 
-class _Misled(OrderObjective):
-    """An order objective with one planted mistake in what it evaluates."""
-
-    def _ask(self, batch, masked, t, *rest):
-        which, *rows = super()._ask(batch, masked, t, *rest)
-        misled = self.mislead(*(scatter(values, which, masked.shape[:2]) for values in rows))
-        return which, *(values.flatten(0, 1)[which] for values in misled)
-
-    def mislead(self, log_mu, logits):
-        """[B, k, L] each."""
-        return log_mu, logits
-
-
-class WrongTime(_Misled):
-    def _ask(self, batch, masked, t, *rest):
-        return super()._ask(batch, masked, t + 1, *rest)
-
-
-class OtherTrajectory(_Misled):
-    """Values land on the neighbouring trajectory."""
-
-    def mislead(self, log_mu, logits):
-        return log_mu.roll(1, dims=1), logits.roll(1, dims=1)
-
-
-class FirstStandsForAll(_Misled):
-    """Right at t = T-1 only, where x_T is the same for all."""
-
-    def mislead(self, log_mu, logits):
-        return log_mu[:, :1].expand_as(log_mu), logits[:, :1].expand_as(logits)
-
-
-class FirstStepNotShared(_Misled):
-    """All but the first trajectory of t = T-1 are skipped, and nothing stands for them."""
-
-    def bound(self, rollout):
-        terms, log_q = super().bound(rollout)
-        kept = (torch.arange(K) == 0) | (rollout.t != self.budget - 1)[:, None]
-        return terms._replace(reconstruction=terms.reconstruction * kept), log_q
-
-
-class LogitsOfTheProbabilities(_Misled):
-    def mislead(self, log_mu, logits):
-        return log_mu, logits.sigmoid()
-
-
-class DifferentTimes(_Misled):
-    """The trajectories of a sequence are drawn to different times."""
-
-    def _uniforms(self, *words):
-        drawn = super()._uniforms(*words)
-        drawn[0, :, 1] = 2.0  # step 1 reveals nothing for the second trajectory
-        return drawn
-
-
-PLANTED = [WrongTime, OtherTrajectory, FirstStandsForAll, FirstStepNotShared, LogitsOfTheProbabilities, DifferentTimes]
-
-
-@pytest.mark.parametrize("mistake", PLANTED)
-def test_planted_mistakes_turn_the_check_red(monkeypatch, mistake):
-    with pytest.raises(AssertionError, match=r"wrong|always revealed"):
-        check_terms(order_objective(mistake), monkeypatch)
-
-
 def gradients(loss, model):
     found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, retain_graph=True)
     return {
@@ -498,16 +411,12 @@ def network_gradients(loss, model):
     }
 
 
-def test_the_kl_reaches_the_denoiser_only_if_attached():
+def test_the_kl_reaches_selector_and_scorer_only():
     objective = order_objective()
     terms, _, _ = objective.terms(batch(), IDS, TIMES)
     assert network_gradients(terms.order_kl.sum(), objective.model)["denoiser"] == 0
     assert network_gradients(terms.order_kl.sum(), objective.model)["selector"] > 1e-3
     assert network_gradients(terms.order_kl.sum(), objective.model)["scorer"] > 1e-3
-
-    attached = order_objective(attach_selector=True)
-    terms, _, _ = attached.terms(batch(), IDS, TIMES)
-    assert network_gradients(terms.order_kl.sum(), attached.model)["denoiser"] > 1e-3
 
 
 def test_the_reconstruction_reaches_denoiser_and_scorer():
@@ -570,7 +479,7 @@ def test_terms_hold_with_padding_on_the_left(monkeypatch):
 def test_trajectories_follow_the_posterior():
     """The masks of x_1 over many ids against their exact law, chi-square."""
     model, draws = small_model(budget=3, tau=0.1), 800
-    objective = OrderObjective(model, 3, 4, NoBaseline(), seed=1)
+    objective = OrderObjective(model, 4, NoBaseline(), seed=1)
     x0 = torch.tensor([0, 2, 1, 1])
     examples = padded([x0.tolist()] * draws, [[True] * 4] * draws)
     with torch.no_grad():
@@ -590,11 +499,15 @@ def test_trajectories_follow_the_posterior():
     assert statistic < 23.51  # chi-square with 4 degrees of freedom, 0.9999
 
 
-def test_trajectories_are_drawn_with_53_bits():
+def test_trajectories_are_drawn_with_53_bits(monkeypatch):
     """With 24 bits, a position with q below 2^-24 would be revealed too often or never."""
-    words = torch.arange(8), torch.arange(4).expand(8, -1), torch.arange(1, BUDGET), torch.arange(K)
-    u = order_objective()._uniforms(*words)
-    assert (u * 2**24 != (u * 2**24).round()).all()
+    drawn, original = [], objectives.sample_trajectories
+    monkeypatch.setattr(
+        objectives, "sample_trajectories", lambda *given: (drawn.append(given[-1]), original(*given))[1]
+    )
+    order_objective().terms(batch(), IDS, TIMES)
+    real = drawn[0] * 2**24
+    assert (real != real.round()).float().mean() > 0.9
 
 
 def test_no_mask_anywhere_is_no_loss():
@@ -610,7 +523,7 @@ def test_no_mask_anywhere_is_no_loss():
 def test_one_step_is_plain_denoising_of_everything():
     """T = 1: one forced step from all mask; no KL, and the bound is the reconstruction of the whole response."""
     model = small_model(budget=1)
-    objective = OrderObjective(model, 1, 2, LeaveOneOut(), seed=0)
+    objective = OrderObjective(model, 2, LeaveOneOut(), seed=0)
     outcome = objective(ONE, torch.zeros(1, dtype=torch.long), torch.tensor([0.7]))
     x = torch.where(ONE.response, model.denoiser.mask_token_id, ONE.tokens)
     log_mu = model.denoiser(x).log_softmax(-1).gather(-1, ONE.tokens[..., None])[..., 0]

@@ -1,7 +1,6 @@
 """From a recipe to a run folder, end to end on a tiny puzzle; and what happens to folders that are already there."""
 
 import dataclasses
-import json
 import math
 import shutil
 from pathlib import Path
@@ -13,10 +12,11 @@ from accelerate.state import AcceleratorState
 
 from tests.training.small import TINY_RECIPE, contents, json_lines, same, weights
 from unmask import files
+from unmask.errors import UserError
 from unmask.models.order_model import ModelFolderError, OrderModel
-from unmask.recipe import ModelRecipe, Recipe, RecipeError, continued, load_recipe
+from unmask.recipe import ModelRecipe, Recipe, continued, load_recipe
 from unmask.training import run as run_module
-from unmask.training.loop import NonFiniteError, run_stage
+from unmask.training.loop import NonFiniteError, Stage, run_stage
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import DenoiseObjective
 from unmask.training.run import RunFolderError, load_run, load_task, train
@@ -53,15 +53,10 @@ def one_line(error):
 MODEL_FILES = {"config.json", "model.safetensors", "tokenizer.json", "manifest.json"}
 
 
-def test_layout_of_a_frozen_run(base):
-    files = set(contents(base / "frozen"))
-    assert files == MODEL_FILES | {"recipe.json", "metrics.jsonl"} | {f"denoiser/{name}" for name in MODEL_FILES}
-
-
-def test_layout_of_a_joint_run(base):
-    files = set(contents(base / "joint"))
+@pytest.mark.parametrize(("name", "parts"), [("frozen", ["denoiser"]), ("joint", ["denoiser", "baseline"])])
+def test_layout_of_a_run(base, name, parts):
     expected = MODEL_FILES | {"recipe.json", "metrics.jsonl"}
-    assert files == expected | {f"{part}/{name}" for part in ("denoiser", "baseline") for name in MODEL_FILES}
+    assert set(contents(base / name)) == expected | {f"{part}/{file}" for part in parts for file in MODEL_FILES}
 
 
 def test_layout_without_an_order(base, tmp_path):
@@ -91,7 +86,7 @@ def test_metrics_tell_the_stages_apart(base):
 
 def test_the_model_carries_the_order_of_the_recipe(base):
     model = OrderModel.from_pretrained(base / "frozen")
-    assert model.selector.budgets == (2,)
+    assert model.selector.budget == 2
     assert (model.config.selection, model.config.tau) == ("nonempty", 0.1)
     assert (model.config.denoiser.width, model.config.selector.width, model.config.scorer.width) == (16, 8, 8)
     assert model.config.selector.positions == 4
@@ -120,22 +115,11 @@ def test_joint_the_heuristics_get_the_baseline(base):
     assert not same(weights(model.denoiser), weights(before.denoiser))
 
 
-def test_the_denoiser_before_does_not_depend_on_what_follows(base):
-    frozen, joint = (OrderModel.from_pretrained(base / name / "denoiser") for name in ("frozen", "joint"))
-    assert same(weights(frozen), weights(joint))
-
-
 def test_the_baseline_trains_as_many_updates_on_as_many_sequences(base):
     joint = recipe(base, *JOINT, "order.updates=7", "order.accumulate=2", "denoise.learning_rate=5e-3")
     plain = continued(joint)
     assert (plain.updates, plain.batch) == (7, 4 * 2), "updates, and batch times trajectories"
     assert (plain.accumulate, plain.learning_rate, plain.warmup) == (2, 5e-3, 1)
-
-
-def test_the_baseline_of_an_order_without_a_denoise_section(base):
-    joint = without(recipe(base, *JOINT, "init=runs/earlier"), denoise=None)
-    assert (continued(joint).updates, continued(joint).batch) == (3, 8)
-    assert continued(joint).learning_rate == joint.order.denoiser_rate
 
 
 def test_without_a_denoise_section_the_baseline_learns_as_the_denoiser_does_beside_the_order(base):
@@ -153,7 +137,7 @@ def test_the_baseline_is_the_denoiser_before_trained_on(base, tmp_path):
     rates = {"denoiser": (before.denoiser, how.learning_rate)}
     objective = DenoiseObjective(before.denoiser, joint.seed)
     metrics = Metrics(tmp_path / "metrics.jsonl")
-    run_stage("baseline", 2, objective, rates, how, task, joint.seed, Accelerator(cpu=True), metrics)
+    run_stage(Stage.BASELINE, objective, rates, how, task, joint.seed, Accelerator(cpu=True), metrics)
     baseline = OrderModel.from_pretrained(base / "joint" / "baseline")
     assert same(weights(before), weights(baseline))
 
@@ -161,16 +145,16 @@ def test_the_baseline_is_the_denoiser_before_trained_on(base, tmp_path):
 def test_the_stages_that_are_run(base, tmp_path, monkeypatch):
     stages = []
 
-    def spy(name, index, objective, rates, how, *rest, **hook):
-        stages.append((name, index, how.updates * how.batch, {key: rate for key, (_, rate) in rates.items()}))
-        return run_stage(name, index, objective, rates, how, *rest, **hook)
+    def spy(stage, objective, rates, how, *rest, **hook):
+        stages.append((stage, how.updates * how.batch, {key: rate for key, (_, rate) in rates.items()}))
+        return run_stage(stage, objective, rates, how, *rest, **hook)
 
     monkeypatch.setattr(run_module, "run_stage", spy)
     train(recipe(base, "order.denoiser_rate=2e-4", "order.scorer_rate=3e-3"), tmp_path / "run", cpu=True)
     assert stages == [
-        ("denoise", 0, 3 * 8, {"denoiser": 1e-3}),
-        ("order", 1, 3 * 4, {"denoiser": 2e-4, "selector": 1e-3, "scorer": 3e-3}),
-        ("baseline", 2, 3 * 4 * 2, {"denoiser": 1e-3}),
+        (Stage.DENOISE, 3 * 8, {"denoiser": 1e-3}),
+        (Stage.ORDER, 3 * 4, {"denoiser": 2e-4, "selector": 1e-3, "scorer": 3e-3}),
+        (Stage.BASELINE, 3 * 4 * 2, {"denoiser": 1e-3}),
     ]
 
 
@@ -202,31 +186,20 @@ def order_only(base):
     return path
 
 
-def test_a_baseline_that_another_run_has_trained(base, shared, tmp_path, monkeypatch):
-    stages = []
-
-    def spy(name, *rest, **hook):
-        stages.append(name)
-        return run_stage(name, *rest, **hook)
-
-    monkeypatch.setattr(run_module, "run_stage", spy)
-    for seed in (0, 1):
-        train(joint_beside(base, shared, f"seed={seed}"), tmp_path / f"run{seed}", cpu=True)
-        _, plain, _, _ = load_run(tmp_path / f"run{seed}")
-        assert same(weights(plain), weights(OrderModel.from_pretrained(shared)))
-    assert stages == ["order", "order"]
+def test_a_baseline_that_another_run_has_trained(base, shared, tmp_path):
+    stages = set()
+    wanted = joint_beside(base, shared, "seed=1")
+    train(wanted, tmp_path / "run", cpu=True, on_update=lambda stage, update: stages.add(stage))
+    _, plain, _, _ = load_run(tmp_path / "run")
+    assert same(weights(plain), weights(OrderModel.from_pretrained(shared)))
+    assert stages == {Stage.ORDER}
 
 
 UNFIT = {
     "updates": (["order.updates=4"], "has denoise.updates = 3, but beside this order it must be 4"),
     "sequences": (["order.trajectories=4"], "has denoise.batch = 8, but beside this order it must be 16"),
-    "rate": (
-        ["order.denoiser_rate=2e-4"],
-        "has denoise.learning_rate = 0.0001, but beside this order it must be 0.0002",
-    ),
     "task": (["task.seed=1"], "has task.seed = 0, but beside this order it must be 1"),
     "start": (["init={base}/joint"], "did not start from the denoiser of init = "),
-    "an order": (["order.continued={base}/frozen"], "has denoise.learning_rate = "),
     "nothing": (["order.continued={base}/nothing"], "nothing' is no finished run: train it first"),
 }
 
@@ -234,7 +207,7 @@ UNFIT = {
 @pytest.mark.parametrize(("overrides", "expected"), UNFIT.values(), ids=UNFIT.keys())
 def test_a_baseline_that_is_not_what_the_run_would_have_trained(base, shared, tmp_path, overrides, expected):
     unfit = joint_beside(base, shared, *(override.format(base=base) for override in overrides))
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(UserError) as error:
         train(unfit, tmp_path / "run", cpu=True)
     assert expected in one_line(error)
     assert not (tmp_path / "run").exists()
@@ -243,20 +216,20 @@ def test_a_baseline_that_is_not_what_the_run_would_have_trained(base, shared, tm
 def test_an_unfinished_or_retrained_baseline_is_not_taken(base, shared, tmp_path):
     unfinished = shutil.copytree(shared, tmp_path / "unfinished")
     (unfinished / "checkpoints").mkdir()
-    with pytest.raises(RecipeError, match="is no finished run"):
+    with pytest.raises(UserError, match="is no finished run"):
         train(joint_beside(base, unfinished), tmp_path / "run", cpu=True)
     start = shutil.copytree(base / "frozen", tmp_path / "start")
     train(without(recipe(base, *PLAIN, f"init={start}"), order=None), tmp_path / "plain", cpu=True)
     shutil.rmtree(start)
     shutil.copytree(base / "joint", start)  # another denoiser at the same place
-    with pytest.raises(RecipeError, match="did not start from the denoiser of init"):
+    with pytest.raises(UserError, match="did not start from the denoiser of init"):
         train(joint_beside(base, tmp_path / "plain", f"init={start}"), tmp_path / "run", cpu=True)
 
 
 def test_where_a_shared_baseline_makes_no_sense(base):
-    with pytest.raises(RecipeError, match="continued is for denoiser_rate > 0"):
+    with pytest.raises(UserError, match="continued is for denoiser_rate > 0"):
         load_recipe(order_only(base), ["init=runs/x", "order.continued=runs/y"])
-    with pytest.raises(RecipeError, match="leave \\[denoise\\] out"):
+    with pytest.raises(UserError, match="leave \\[denoise\\] out"):
         recipe(base, *JOINT, "order.continued=runs/y")
 
 
@@ -271,16 +244,12 @@ def test_same_recipe_same_bits(base, tmp_path):
         assert first == (tmp_path / "again" / part / "model.safetensors").read_bytes()
 
 
-def test_another_seed_is_another_run(base, tmp_path):
-    other = train(recipe(base, "seed=1"), tmp_path / "other", cpu=True)
-    assert not same(weights(other), weights(OrderModel.from_pretrained(base / "frozen")))
-
-
 def test_what_train_returns_is_what_it_saved(base, tmp_path):
-    model = train(recipe(base), tmp_path / "run", cpu=True)
+    model = train(recipe(base, "seed=1"), tmp_path / "run", cpu=True)
     assert not model.training
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert same(weights(model), weights(OrderModel.from_pretrained(tmp_path / "run")))
+    assert not same(weights(model), weights(OrderModel.from_pretrained(base / "frozen"))), "another seed, another run"
 
 
 @pytest.mark.parametrize(
@@ -288,10 +257,9 @@ def test_what_train_returns_is_what_it_saved(base, tmp_path):
     [
         ["order.selection=bernoulli"],
         ["order.baseline=none", "order.trajectories=1"],
-        ["order.baseline=moving-average", "order.trajectories=1"],
-        ["order.denoiser_rate=1e-3", "order.attach_selector=true", "order.ema=0.5", "order.accumulate=2"],
+        ["order.denoiser_rate=1e-3", "order.ema=0.5", "order.accumulate=2"],
         ["order.budget=9"],  # more steps than positions: trajectories end early
-        ["model.tied_head=true", "model.qk_norm=true", "model.absolute_positions=false"],
+        ["model.absolute_positions=false"],
         ["order.selector_rate=0"],
     ],
     ids=" ".join,
@@ -301,7 +269,7 @@ def test_variants_run(base, tmp_path, overrides):
     train(wanted, tmp_path / "run", cpu=True)
     model, plain, _, _ = load_run(tmp_path / "run")
     assert model.config.selection == wanted.order.selection
-    assert model.selector.budgets == (wanted.order.budget,)
+    assert model.selector.budget == wanted.order.budget
     assert all(torch.isfinite(tensor).all() for tensor in model.state_dict().values())
     assert (plain is model) == (wanted.order.denoiser_rate == 0)
 
@@ -348,19 +316,19 @@ def test_an_order_for_an_earlier_denoiser(base, tmp_path):
     assert [line["stage"] for line in json_lines(tmp_path / "run" / "metrics.jsonl")] == ["order"] * 2
 
 
-def test_an_earlier_order_gone_on_with(base, tmp_path, monkeypatch):
+def test_an_earlier_order_trained_further(base, tmp_path, monkeypatch):
     """Selector and scorer start as those of the earlier run, at another T too, and see other examples."""
     started = {}
 
-    def spy(name, index, objective, *rest, **hook):
-        started[index] = weights(objective.model)
+    def spy(stage, objective, *rest, **hook):
+        started[stage] = weights(objective.model)
 
     monkeypatch.setattr(run_module, "run_stage", spy)
     overrides = [f"init={base / 'frozen'}", "order.from_init=true", "order.budget=3", "order.tau=0.2"]
     model = train(load_recipe(order_only(base), overrides), tmp_path / "run", cpu=True)
-    assert list(started) == [4]
-    assert same(started[4], weights(OrderModel.from_pretrained(base / "frozen")))
-    assert (model.selector.budgets, model.config.tau) == ((3,), 0.2)
+    assert list(started) == [Stage.ORDER_FURTHER]
+    assert same(started[Stage.ORDER_FURTHER], weights(OrderModel.from_pretrained(base / "frozen")))
+    assert (model.selector.budget, model.config.tau) == (3, 0.2)
 
 
 def test_an_order_that_is_taught(base, tmp_path):
@@ -375,59 +343,48 @@ def test_an_order_that_is_taught(base, tmp_path):
     assert OrderModel.from_pretrained(tmp_path / "run").config == model.config
 
 
-NO_ORDER_TO_GO_ON_WITH = {
-    "none": (["init={base}/frozen/denoiser"], "has no order to go on with"),
+NO_ORDER_TO_TRAIN = {
+    "none": (["init={base}/frozen/denoiser"], "has no order to train further"),
     "selector": (["init={base}/frozen", "model.selector.heads=1"], "has another selector than [model.selector] says"),
-    "scorer": (["init={base}/frozen", "model.scorer.heads=1"], "has another scorer than [model.scorer] says"),
     "teacher": (["init={base}/frozen", "order.teacher=factor:1"], "was taught by no rule: set order.teacher = ''"),
 }
 
 
-@pytest.mark.parametrize(("overrides", "expected"), NO_ORDER_TO_GO_ON_WITH.values(), ids=NO_ORDER_TO_GO_ON_WITH.keys())
-def test_an_order_that_cannot_be_gone_on_with(base, tmp_path, overrides, expected):
+@pytest.mark.parametrize(("overrides", "expected"), NO_ORDER_TO_TRAIN.values(), ids=NO_ORDER_TO_TRAIN.keys())
+def test_an_order_that_cannot_be_trained_further(base, tmp_path, overrides, expected):
     overrides = [override.format(base=base) for override in overrides]
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(UserError) as caught:
         train(load_recipe(order_only(base), [*overrides, "order.from_init=true"]), tmp_path / "run", cpu=True)
     assert expected in one_line(caught)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(RecipeError, match=r"set init to its run, and leave \[denoise\] out"):
+    with pytest.raises(UserError, match=r"set init to its run, and leave \[denoise\] out"):
         recipe(base, f"init={base / 'frozen'}", "order.from_init=true")
 
 
-def test_an_earlier_denoiser_trained_on(base, tmp_path, monkeypatch):
+def test_an_earlier_denoiser_trained_further(base, tmp_path):
     """On other examples than those that it was first trained on."""
-    stages = []
-
-    def spy(name, index, *rest, **hook):
-        stages.append(index)
-        return run_stage(name, index, *rest, **hook)
-
-    monkeypatch.setattr(run_module, "run_stage", spy)
+    stages = set()
     wanted = without(recipe(base, f"init={base / 'frozen'}"), model=ModelRecipe(), order=None)
-    model = train(wanted, tmp_path / "run", cpu=True)
-    assert stages == [3]
+    model = train(wanted, tmp_path / "run", cpu=True, on_update=lambda stage, update: stages.add(stage))
+    assert stages == {Stage.DENOISE_FURTHER}
     assert not same(weights(model.denoiser), weights(OrderModel.from_pretrained(base / "frozen").denoiser))
     assert model.selector is None
 
 
-def test_init_of_another_shape(base, tmp_path):
-    with pytest.raises(RecipeError) as caught:
-        train(recipe(base, f"init={base / 'frozen'}", "model.width=32"), tmp_path / "run", cpu=True)
-    assert "has width 16, but the recipe's [model] says 32" in one_line(caught)
-
-
-def test_init_from_nowhere(base, tmp_path, monkeypatch):
-    monkeypatch.setattr("unmask.training.run.make_task", None)  # nobody waits for the task first
-    with pytest.raises(RecipeError) as caught:
-        train(recipe(base, "init=nowhere"), tmp_path / "run", cpu=True)
-    assert "init = 'nowhere': no such folder or file" in one_line(caught)
-    assert not (tmp_path / "run").exists()
-
-
-def test_init_of_another_task(base, tmp_path):
-    with pytest.raises(RecipeError) as caught:
-        train(recipe(base, f"init={base / 'frozen'}", "task.symbols=5"), tmp_path / "run", cpu=True)
-    assert "knows 3 tokens, but task groups has 5" in one_line(caught)
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["init={base}/frozen", "model.width=32"], "has width 16, but the recipe's [model] says 32"),
+        (["init={base}/frozen", "task.symbols=5"], "knows 3 tokens, but task groups has 5"),
+        (["init=nowhere"], "init = 'nowhere': no such folder or file"),
+        (["init={base}/frozen", "task.groups=3"], "sequences of 6 tokens, longer than the model's context of 4"),
+        (["model.max_length=3"], "longer than the model's context of 3: raise model.max_length"),
+    ],
+)
+def test_a_start_that_does_not_fit(base, tmp_path, overrides, said):
+    with pytest.raises(UserError) as caught:
+        train(recipe(base, *(override.format(base=base) for override in overrides)), tmp_path / "run", cpu=True)
+    assert said in one_line(caught)
     assert not (tmp_path / "run").exists()
 
 
@@ -458,7 +415,7 @@ def test_force_replaces_a_run_whole(base, tmp_path):
     assert load_task(folder)[0].seed == 1
 
 
-@pytest.mark.parametrize("name", ["thesis.tex", "config.json", "recipe.json", "manifest.json"])
+@pytest.mark.parametrize("name", ["thesis.tex", "manifest.json"])
 def test_force_replaces_nothing_but_runs(base, tmp_path, name):
     """A run is known by its manifest; a file of that name may be anybody's."""
     folder = tmp_path / "precious"
@@ -470,7 +427,7 @@ def test_force_replaces_nothing_but_runs(base, tmp_path, name):
     assert contents(folder) == {name: b"years of work"}
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "denoiser/mine.safetensors", "backup/config.json", "link.json"])
+@pytest.mark.parametrize("name", ["denoiser/mine.safetensors", "link.json"])
 @pytest.mark.parametrize("where", ["run", "run.replaced"])
 def test_force_deletes_no_file_of_anybody_else(base, tmp_path, name, where):
     finished(base, tmp_path)
@@ -516,16 +473,17 @@ def test_what_others_put_among_the_checkpoints_is_kept(base, tmp_path, monkeypat
     load_run(tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl", "model.safetensors"])
-def test_nothing_is_written_through_a_link_that_leads_out(base, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(run_module, "run_stage", lambda *rest, **hook: (_ for _ in ()).throw(KeyboardInterrupt))
+def interrupt(stage, update):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl"])
+def test_nothing_is_written_through_a_link_that_leads_out(base, tmp_path, name):
     with pytest.raises(KeyboardInterrupt):
-        train(recipe(base), tmp_path / "run", cpu=True)
-    monkeypatch.undo()
+        train(recipe(base), tmp_path / "run", cpu=True, on_update=interrupt)
     outside = tmp_path / "outside"
     (outside / "checkpoints").mkdir(parents=True)
     (outside / "metrics.jsonl").write_text("mine")
-    (outside / "model.safetensors").write_text("mine")
     if (tmp_path / "run" / name).is_dir():
         (tmp_path / "run" / name).rmdir()
     (tmp_path / "run" / name).symlink_to(outside / name)
@@ -552,13 +510,9 @@ def test_a_file_in_the_way(base, tmp_path):
 @pytest.mark.parametrize(
     "override",
     [
-        "task.name=gruops",
-        "task.gruops=3",
         "task.symbols=1",
         "model.heads=3",
-        "model.max_length=3",
         "model.selector.width=7",
-        "model.width=-16",
         "init=nowhere",
     ],
 )
@@ -572,34 +526,10 @@ def test_a_recipe_that_fails_costs_nobody_a_run(base, tmp_path, override):
     assert contents(folder) == before
 
 
-def test_task_errors_name_the_nearest(base, tmp_path):
-    for override, expected in [("task.name=gruops", "'groups'"), ("task.symbol=3", "'symbols'")]:
-        with pytest.raises(RecipeError, match=f"did you mean {expected}"):
-            train(recipe(base, override), tmp_path / "run", cpu=True)
-
-
-def test_sizes_are_named(base, tmp_path):
-    shape = ["model.width=0", "model.layers=0", "model.heads=0", "model.intermediate=0"]
-    with pytest.raises(RecipeError) as caught:
-        train(recipe(base, "model.size=7m", *shape), tmp_path / "run", cpu=True)
-    message = one_line(caught)
-    assert "model.size = '7m' is unknown" in message
-    assert "170m" in message
-
-
-def test_a_sequence_longer_than_the_context(base, tmp_path):
-    with pytest.raises(RecipeError) as caught:
-        train(recipe(base, "model.max_length=3"), tmp_path / "run", cpu=True)
-    assert "longer than the model's context of 3: raise model.max_length" in one_line(caught)
-    with pytest.raises(RecipeError) as caught:
-        train(recipe(base, f"init={base / 'frozen'}", "task.groups=3"), tmp_path / "run", cpu=True)
-    assert "sequences of 6 tokens, longer than the model's context of 4" in one_line(caught)
-
-
 # --- runs that cannot be read -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json", "recipe.json"])
+@pytest.mark.parametrize("missing", ["config.json", "recipe.json"])
 def test_a_half_written_run_is_refused(base, tmp_path, missing):
     folder = finished(base, tmp_path)
     (folder / missing).unlink()
@@ -618,16 +548,13 @@ def test_a_joint_run_without_its_baseline_is_refused(base, tmp_path):
         load_run(tmp_path / "run")
 
 
-def test_an_interrupted_run_is_unfinished_and_can_be_replaced(base, tmp_path, monkeypatch):
-    def interrupted(name, *rest, **hook):
-        if name == "order":
+def test_an_interrupted_run_is_unfinished_and_can_be_replaced(base, tmp_path):
+    def in_the_order(stage, update):
+        if stage == Stage.ORDER:
             raise KeyboardInterrupt
-        return run_stage(name, *rest, **hook)
 
-    monkeypatch.setattr(run_module, "run_stage", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        train(recipe(base), tmp_path / "run", cpu=True)
-    monkeypatch.undo()
+        train(recipe(base), tmp_path / "run", cpu=True, on_update=in_the_order)
     with pytest.raises(RunFolderError, match=r"run is not finished: wait for its `unmask train`, or give that command"):
         load_run(tmp_path / "run")
     train(recipe(base), tmp_path / "run", force=True, cpu=True)
@@ -664,27 +591,10 @@ def test_a_recipe_that_cannot_be_used_says_why(base, tmp_path, spoil, said):
     """And never advises to train again, which could cost the run."""
     folder = finished(base, tmp_path)
     spoil(folder / "recipe.json")
-    with pytest.raises((RunFolderError, RecipeError)) as caught:
+    with pytest.raises((RunFolderError, UserError)) as caught:
         load_run(folder, trust_task=True)
     assert said in one_line(caught)
     assert "again" not in one_line(caught) or "same command again" in one_line(caught)
-
-
-def test_a_flipped_bit_in_the_recipe_is_noticed(base, tmp_path):
-    folder = finished(base, tmp_path)
-    path = folder / "recipe.json"
-    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1', 1))
-    with pytest.raises(RunFolderError, match=r"recipe\.json is damaged \(it is not what was written\)"):
-        load_run(folder)
-
-
-def test_a_run_of_another_version_is_refused(base, tmp_path):
-    folder = finished(base, tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    files.write_listed(folder, "config.json", json.dumps({**config, "format_version": 99}))
-    with pytest.raises(ModelFolderError) as caught:
-        load_run(folder)
-    assert "format version 99" in one_line(caught)
 
 
 # --- a loss that is not finite ----------------------------------------------------------------------------------------
@@ -738,21 +648,15 @@ def test_a_loss_that_is_not_finite_saves_the_state_before(base, tmp_path, monkey
     assert not any("event" in line for line in json_lines(folder / "metrics.jsonl"))
 
 
-def test_a_finished_run_is_replaced_only_by_a_finished_one(base, tmp_path, monkeypatch):
+def test_a_finished_run_is_replaced_only_by_a_finished_one(base, tmp_path):
     """--force, then Ctrl-C: the old run is still there, beside the unfinished one, until that is finished."""
     folder = tmp_path / "run"
     shutil.copytree(base / "frozen", folder)
     old = weights(OrderModel.from_pretrained(folder))
 
-    def interrupted(*rest, **hook):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run_module, "run_stage", interrupted)
+    for _ in range(2):  # the second one replaces the unfinished one
         with pytest.raises(KeyboardInterrupt):
-            train(recipe(base), folder, force=True, cpu=True)
-        with pytest.raises(KeyboardInterrupt):
-            train(recipe(base), folder, force=True, cpu=True)  # replaces the unfinished one
+            train(recipe(base), folder, force=True, cpu=True, on_update=interrupt)
     assert same(weights(OrderModel.from_pretrained(tmp_path / "run.replaced")), old)
     train(recipe(base), folder, cpu=True)
     assert not (tmp_path / "run.replaced").exists()
@@ -806,10 +710,10 @@ def test_a_folder_beside_a_run_that_is_no_run_is_left_alone(base, tmp_path):
 
 def test_a_tracker_that_is_not_installed_is_refused(base, tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "find_spec", lambda name: None)
-    with pytest.raises(RecipeError, match="trackers: wandb is not installed; pip install wandb, or leave it out"):
+    with pytest.raises(UserError, match="trackers: wandb is not installed; pip install wandb, or leave it out"):
         train(recipe(base, 'trackers=["wandb"]'), tmp_path / "run", cpu=True)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(RecipeError, match="choose from tensorboard, wandb, trackio"):
+    with pytest.raises(UserError, match="must be tensorboard or wandb or trackio, got 'wandbe'"):
         recipe(base, 'trackers=["wandbe"]')
 
 

@@ -14,10 +14,11 @@ from tests.tasks.test_gsm8k import TEST, many, write_jsonl
 from unmask import files
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import Learned
+from unmask.errors import UserError
 from unmask.models.backbone import BackboneConfig
 from unmask.models.importers.causal import adapt_causal
 from unmask.models.order_model import MASK_TOKEN, OrderModel
-from unmask.recipe import RecipeError, load_recipe
+from unmask.recipe import load_recipe
 from unmask.training.expected_time import in_words, warn_of_time
 from unmask.training.run import load_run, train
 
@@ -118,7 +119,7 @@ def test_the_shift_reaches_the_objective(home, tmp_path):
 
 
 def refused(tmp_path, *overrides):
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(UserError) as error:
         train(recipe(*overrides), tmp_path / "run", cpu=True)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
@@ -127,7 +128,7 @@ def refused(tmp_path, *overrides):
 
 def test_a_tokenizer_that_does_not_fit_is_one_line(home, tmp_path):
     said = refused(tmp_path, "task.tokenizer=''", "task.vocab_size=300")
-    assert "'<eos>', are not tokens of the pretrained tokenizer: set task.tokenizer to 'llama'" in said
+    assert "'<eos>', are not tokens of the pretrained tokenizer: set task.tokenizer to" in said
     assert "task groups has none" in refused(tmp_path, "task={name='groups'}")
     assert "no pretrained model 'nowhere'" in refused(tmp_path, "model.causal=nowhere")
 
@@ -144,7 +145,7 @@ def test_a_run_with_another_tokenizer_of_the_same_size_is_refused(home, tmp_path
     files.write_listed(tmp_path / "first", "tokenizer.json", json.dumps(state))
     said = refused(tmp_path, f"init={tmp_path / 'first'}", "model.causal=''", "model.shift=false")
     assert "has another tokenizer than task gsm8k" in said
-    with pytest.raises(RecipeError, match="has another tokenizer than task gsm8k: its token"):
+    with pytest.raises(UserError, match="has another tokenizer than task gsm8k: its token"):
         load_run(tmp_path / "first")
 
 

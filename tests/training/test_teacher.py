@@ -9,12 +9,13 @@ from accelerate.utils import DistributedType
 import unmask
 from tests.training.small import padded, small_model
 from unmask.decoding.policies import parse_policy
-from unmask.recipe import RecipeError, load_recipe
+from unmask.errors import UserError
+from unmask.recipe import load_recipe, parse_teacher
 from unmask.tasks.task import Examples
 from unmask.training import teacher
 from unmask.training.reading import read_denoiser, selector_features
-from unmask.training.run import _check_teacher
-from unmask.training.teacher import first_logits, parse_teacher, reveal_steps
+from unmask.training.run import check_teacher
+from unmask.training.teacher import first_logits, reveal_steps
 
 BUDGET = 4
 RULES = ["threshold:0.6", "threshold(0.8,paced)", "factor:1.2", "eb:0.5"]
@@ -102,7 +103,7 @@ def test_scores_start_as_far_apart_as_they_can():
 
 @pytest.mark.parametrize("rule", ["iid", "margin", "klass", "threshold(0.9,confidence=sampled)", "learned"])
 def test_rules_that_cannot_teach(rule):
-    with pytest.raises(RecipeError, match=r"cannot teach: take threshold, factor or eb, such as threshold:0\.9"):
+    with pytest.raises(UserError, match=r"cannot teach: take threshold, factor or eb, such as threshold:0\.9"):
         load_recipe("gsm8k-30m-order", ["init=runs/denoiser", f"order.teacher='{rule}'"])
 
 
@@ -110,7 +111,7 @@ def test_rules_that_cannot_teach(rule):
     ("rule", "said"), [("threshold:2", "at most 1, got 2"), ("treshold", "did you mean 'threshold'?")]
 )
 def test_what_is_wrong_with_a_teacher_is_said(rule, said):
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(UserError) as caught:
         load_recipe("gsm8k-30m-order", ["init=runs/denoiser", f"order.teacher='{rule}'"])
     assert f"teacher = {rule!r}: " in str(caught.value)
     assert said in str(caught.value)
@@ -119,7 +120,7 @@ def test_what_is_wrong_with_a_teacher_is_said(rule, said):
 def test_a_teacher_is_refused_where_weights_are_sharded():
     """Processes would make different numbers of passes, and each pass gathers the shards of all."""
     recipe = load_recipe("gsm8k-30m-order", ["init=runs/denoiser"])
-    _check_teacher(recipe, DistributedType.MULTI_GPU)
-    with pytest.raises(RecipeError, match="launch with DDP instead of FSDP"):
-        _check_teacher(recipe, DistributedType.FSDP)
-    _check_teacher(load_recipe("gsm8k-30m-order", ["init=runs/denoiser", "order.teacher=''"]), DistributedType.FSDP)
+    check_teacher(recipe, DistributedType.MULTI_GPU)
+    with pytest.raises(UserError, match="launch with DDP instead of FSDP"):
+        check_teacher(recipe, DistributedType.FSDP)
+    check_teacher(load_recipe("gsm8k-30m-order", ["init=runs/denoiser", "order.teacher=''"]), DistributedType.FSDP)

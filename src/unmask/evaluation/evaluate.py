@@ -362,9 +362,9 @@ def evaluate_bound(
     if examples < 2:
         raise UserError(f"a bound with its standard error needs at least 2 examples, got {examples}")
     _check_examples(task, examples)
-    budget = model.selector.budgets[0]
+    budget = model.selector.budget
     device = next(model.parameters()).device
-    objective = OrderObjective(model, budget, trajectories, NoBaseline(), seed)
+    objective = OrderObjective(model, trajectories, NoBaseline(), seed)
     reconstruction, order_kl, mdm, lengths, exact = [], [], [], [], []
     for ids in torch.arange(examples).split(BATCH):
         truth = task.examples(ids, "test")

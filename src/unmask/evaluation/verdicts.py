@@ -110,14 +110,8 @@ class VerdictFile:
     def __init__(self, path: Path, writes: bool = True) -> None:
         self.path, self.writes = path, writes
         self._evaluations: dict[EvaluationSpec, list[Chunk]] = {}
-        rows = read_jsonl(path, Chunk) if path.exists() else []
-        for number, row in enumerate(rows, start=1):
-            try:
-                chunk = Chunk(**{**row, "spec": EvaluationSpec(**row["spec"])})
-                in_step = len(chunk.valid) == len(chunk.steps) > 0 and not chunk.valid.strip("01")
-            except (TypeError, AttributeError):
-                in_step = False
-            if not in_step:
+        for number, chunk in enumerate(read_jsonl(path, Chunk) if path.exists() else [], start=1):
+            if not (len(chunk.valid) == len(chunk.steps) > 0 and not chunk.valid.strip("01")):
                 raise ResultsError(
                     f"{path}, line {number}: not what this version writes; move the file away and evaluate again"
                 )

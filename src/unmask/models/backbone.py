@@ -6,15 +6,14 @@ Legend: B sequences, L positions, D width, H heads of the queries, K of the keys
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention, silu
 
 from unmask.errors import UserError
+from unmask.models.packing import Attend, Layout, Spans, stream_dtype
 
 _RANGES = {
     "width": (1, 65_536),
@@ -75,41 +74,20 @@ class BackboneConfig:
         return self.layers * (2 * (H + K) * E * D + 3 * D * self.intermediate) + (num_tokens + positions) * D
 
 
-def _smdm(layers: int, width: int, heads: int, intermediate: int | None = None) -> BackboneConfig:
-    return BackboneConfig(width, layers, heads, intermediate or 4 * width)
-
-
-# Named by their parameters in millions, embeddings not counted.  From 6m upwards, the published family of SMDM
+# (layers, width, heads) by millions of parameters, embeddings not counted: sizes of the published family of SMDM
 # (Nie et al. 2025, "Scaling up masked diffusion models on text"; the paper's model is 170m).
-SIZES: dict[str, BackboneConfig] = {
-    "1m": _smdm(4, 128, 4, 512),
-    "3m": _smdm(4, 256, 4, 683),
-    "6m": _smdm(6, 256, 4),
-    "19m": _smdm(8, 384, 6),
-    "34m": _smdm(8, 512, 8),
-    "48m": _smdm(9, 576, 9),
-    "66m": _smdm(10, 640, 10),
-    "75m": _smdm(16, 640, 8, 1600),
-    "85m": _smdm(13, 640, 10),
-    "113m": _smdm(12, 768, 12),
-    "142m": _smdm(15, 768, 12),
-    "170m": _smdm(18, 768, 12),
-    "180m": _smdm(14, 896, 14),
-    "206m": _smdm(16, 896, 14),
-    "231m": _smdm(18, 896, 14),
-    "268m": _smdm(16, 1024, 16),
-    "302m": _smdm(18, 1024, 16),
-    "336m": _smdm(20, 1024, 16),
-    "472m": _smdm(18, 1280, 10),
-    "551m": _smdm(21, 1280, 10),
-    "571m": _smdm(18, 1408, 11),
-    "629m": _smdm(24, 1280, 10),
-    "666m": _smdm(21, 1408, 11),
-    "717m": _smdm(19, 1536, 12),
-    "761m": _smdm(24, 1408, 11),
-    "831m": _smdm(22, 1536, 12),
-    "944m": _smdm(25, 1536, 12),
-    "1028m": _smdm(20, 1792, 14),
+SIZES = {
+    name: BackboneConfig(width, layers, heads, intermediate=4 * width)
+    for name, (layers, width, heads) in {
+        "6m": (6, 256, 4),
+        "19m": (8, 384, 6),
+        "34m": (8, 512, 8),
+        "85m": (13, 640, 10),
+        "113m": (12, 768, 12),
+        "170m": (18, 768, 12),
+        "336m": (20, 1024, 16),
+        "1028m": (20, 1792, 14),
+    }.items()
 }
 
 
@@ -127,16 +105,6 @@ def rotary_angles(positions: Tensor, head_width: int, theta: float) -> Rotary:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x_j, x_{j + E/2}) of x [B, L, ..., H, E]: the partner, x rolled by E/2, comes with its sign."""
     return torch.addcmul(x * cos.to(x.dtype), x.roll(x.shape[-1] // 2, -1), sin.to(x.dtype))
-
-
-class Spans(NamedTuple):
-    """Sequences of different lengths one behind the other: sequence i has the places ends[i] to ends[i + 1] - 1."""
-
-    ends: Tensor  # [B + 1] int32, from 0
-    longest: int  # at most
-
-
-Attend = Tensor | Spans | None  # who may be looked at: a mask for SDPA, one's own sequence, or everybody
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, attend: Attend) -> Tensor:
@@ -263,97 +231,6 @@ class Backbone(nn.Module):
         if layout.attend is None:
             return self.cos[:, : layout.shape[1]], self.sin[:, : layout.shape[1]]
         return self.cos[0][layout.positions], self.sin[0][layout.positions]
-
-
-def stream_dtype(weight: Tensor) -> torch.dtype:
-    """What the residual stream is kept in: autocast's dtype where it applies, else that of the weights."""
-    kind = weight.device.type
-    autocast = torch.is_autocast_enabled(kind) and weight.dtype != torch.float64  # which it leaves alone
-    return torch.get_autocast_dtype(kind) if autocast else weight.dtype
-
-
-class Layout(NamedTuple):
-    """How B sequences of L places go through the blocks: as they are, or packed into one row without their padding.
-
-    A position does not count padding: a sequence gets the same ones alone as next to longer ones, padded on either
-    side.
-    """
-
-    positions: Tensor  # [B or 1, L], packed [1, M]
-    attend: Attend
-    at: Tensor | None  # [M]: the places of the flattened [B, L] that are no padding; None: not packed
-    shape: tuple[int, int]  # B, L
-    num_tokens: int = 0  # where packed: of the M, those that are not there to fill up
-
-    @classmethod
-    def of(
-        cls, tokens: Tensor, attention_mask: Tensor | None, dtype: torch.dtype, num_tokens: int | None = None
-    ) -> Layout:
-        """Of tokens [B, L].  `num_tokens` is M; where the caller does not know it, the device is waited for.
-
-        A compiled program cannot wait, and CUDA's variable-length attention is for dtypes of 16 bits: elsewhere padding
-        is masked.
-        """
-        B, L = tokens.shape
-        if attention_mask is None:
-            return cls(torch.arange(L, device=tokens.device)[None], None, None, (B, L))
-        positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        if torch.compiler.is_compiling() or (tokens.is_cuda and dtype.itemsize != 2):
-            return cls(positions, attention_mask[:, None, None, :], None, (B, L))
-        num_tokens = int(attention_mask.sum()) if num_tokens is None else num_tokens
-        M = packed_length(num_tokens, tokens.device)
-        at, spare = places(attention_mask, num_tokens), M - num_tokens
-        ends = pad(attention_mask.sum(-1).cumsum(0), (1, 0))
-        if rows := spare_rows(B, L, spare, tokens.device):  # sequences that nobody looks at: copies of the first place
-            at = pad(at, (0, spare))
-            first = num_tokens + L
-            more = torch.arange(first, first + L * rows, L, device=ends.device).clamp(max=M)  # full, the rest, empty
-            ends = torch.cat([ends, more])
-        ends = ends.int()
-        return cls(positions.flatten()[at][None], Spans(ends, L), at, (B, L), num_tokens)
-
-    def take(self, values: Tensor) -> Tensor:
-        """[1, M, ...] from values [B, L, ...] where packed."""
-        return values if self.at is None else values.flatten(0, 1)[self.at][None]
-
-    def put(self, values: Tensor) -> Tensor:
-        """[B, L, ...] from values [1, M, ...] where packed; 0 on padding."""
-        if self.at is None:
-            return values
-        return scatter(values[0, : self.num_tokens], self.at[: self.num_tokens], self.shape)
-
-
-def packed_length(num_tokens: int, device: torch.device) -> int:
-    """How many places a row gets for so many tokens: on a GPU a few more, by less than 1/64.
-
-    The matrix library plans every product of a new shape anew, which takes the host several times as long as a known
-    one, and every batch would have a shape of its own.
-    """
-    if device.type != "cuda":
-        return num_tokens
-    multiple = 1 << max(0, (num_tokens // 64).bit_length() - 1)
-    return -(-num_tokens // multiple) * multiple
-
-
-def spare_rows(rows: int, length: int, spare: int, device: torch.device) -> int:
-    """How many sequences of at most `length` to add behind `rows`, to hold the spare places of a packed row.
-
-    On a GPU there are empty ones too, up to a multiple of 64: a recorded pass (`Replayed`) needs the same shapes again.
-    """
-    needed = -(-spare // max(1, length))
-    return needed if device.type != "cuda" else needed + -(rows + needed) % 64
-
-
-def places(where: Tensor, count: int | None) -> Tensor:
-    """[M]: the True places of the flattened `where`.  A known count M spares the host from waiting for the device."""
-    flat = where.flatten()
-    return (flat.nonzero() if count is None else flat.nonzero_static(size=count))[:, 0]
-
-
-def scatter(values: Tensor, at: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Values [M, ...] at the places `at` [M] of a flattened canvas of this shape, 0 elsewhere; differentiable."""
-    canvas = values.new_zeros(math.prod(shape), *values.shape[1:]).index_copy(0, at, values)
-    return canvas.view(*shape, *values.shape[1:])
 
 
 def small_init(width: int) -> float:

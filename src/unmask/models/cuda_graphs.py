@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unmask.models.backbone import Attend, Spans
+from unmask.models.packing import Attend, Spans
 
 Shape = tuple[int, int, int, torch.dtype]  # places, ends, the longest sequence
 

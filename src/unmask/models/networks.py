@@ -9,17 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from unmask.errors import UserError
-from unmask.models.backbone import (
-    Attend,
-    Backbone,
-    BackboneConfig,
-    Block,
-    Layout,
-    RMSNorm,
-    rotary_angles,
-    small_init,
-    stream_dtype,
-)
+from unmask.models.backbone import Backbone, BackboneConfig, Block, RMSNorm, rotary_angles, small_init
+from unmask.models.packing import Attend, Layout, stream_dtype
 from unmask.variational.posterior import full_precision
 from unmask.variational.selection import NonEmpty, Selection
 
@@ -77,7 +68,7 @@ def shift_right(hidden: Tensor, layout: Layout) -> Tensor:
 
 @dataclass(frozen=True)
 class SelectorConfig:
-    """A narrow transformer on the denoiser's hidden states; `budgets` are the T that it was trained for.
+    """A narrow transformer on the denoiser's hidden states, trained for a budget of T steps.
 
     `positions` > 0 gives it learned absolute positions of its own, up to that length: on a canvas that is all mask, the
     denoiser's last layer says the same everywhere and need not remember where it is, but an order must start somewhere.
@@ -86,14 +77,14 @@ class SelectorConfig:
     width: int
     layers: int
     heads: int
-    budgets: tuple[int, ...]
+    budget: int  # T
     positions: int = 0
 
     def __post_init__(self) -> None:
         if self.positions < 0:
             raise UserError(f"positions must be 0 (none) or the longest sequence, got {self.positions}")
-        if not self.budgets or min(self.budgets) < 1:
-            raise UserError(f"a selector needs at least one budget T >= 1, got {list(self.budgets)}")
+        if self.budget < 1:
+            raise UserError(f"a selector needs a budget T >= 1, got {self.budget}")
 
     @property
     def shape(self) -> BackboneConfig:
@@ -130,8 +121,8 @@ class Selector(nn.Module):
         nn.init.zeros_(self.out.bias)
 
     @property
-    def budgets(self) -> tuple[int, ...]:
-        return self.config.budgets
+    def budget(self) -> int:
+        return self.config.budget
 
     def forward(
         self,
@@ -139,7 +130,6 @@ class Selector(nn.Module):
         confidences: Tensor,  # [B, L, 3]: top probability, margin, entropy in nats; 0 where not masked
         masked: Tensor,  # [B, L] bool
         t: Tensor,  # [B], t >= 1 matters; at t = 0 everything is revealed and nobody asks
-        budget: int | Tensor,  # T, the same for all rows or [B]
         attention_mask: Tensor | Layout | None = None,  # [B, L] bool
     ) -> Tensor:
         """Logits s [B, L]."""
@@ -156,7 +146,9 @@ class Selector(nn.Module):
         dtype = stream_dtype(self.out.weight)
         layout = attention_mask if isinstance(attention_mask, Layout) else Layout.of(masked, attention_mask, dtype)
         t = t.clamp(min=1).to(torch.promote_types(hidden.dtype, torch.float32))  # log t must not be rounded to bfloat16
-        asked = torch.stack([t, torch.zeros_like(t) + budget], dim=-1)[:, None].expand(*masked.shape, -1)  # [B, L, 2]
+        asked = torch.stack([t, torch.full_like(t, self.budget)], dim=-1)[:, None].expand(
+            *masked.shape, -1
+        )  # [B, L, 2]
         seen = layout.take(torch.cat([full_precision(confidences), masked[..., None], asked], dim=-1))
         return layout.put(self.run(layout.take(hidden).to(dtype), seen, layout.positions, layout.attend))
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -18,13 +18,14 @@ from torch import nn
 
 from unmask import files
 from unmask.errors import UserError
-from unmask.jsonl import fits, parse_json
+from unmask.fields import build
+from unmask.jsonl import parse_json
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser, OrderScorer, Selector, SelectorConfig
 from unmask.runtime import available_memory
 from unmask.variational.selection import Bernoulli, NonEmpty, Selection
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 SELECTIONS: dict[str, Selection] = {form.name: form for form in (NonEmpty(), Bernoulli())}
 MASK_TOKEN = "[MASK]"
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
@@ -98,23 +99,19 @@ class OrderModel(nn.Module):
             files.check(folder, *MODEL_FILES)
         except files.ChecksumError as error:
             raise ModelFolderError(str(error)) from None
-        config = _read_config(folder / "config.json")
-        try:
+        config, weights = _read_config(folder / "config.json"), folder / "model.safetensors"
+        with _damaged(folder / "tokenizer.json", Exception):  # tokenizers raises plain Exception
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise _damaged(folder / "tokenizer.json", error) from None
-        try:
+        with _damaged(folder / "config.json", TypeError, ValueError, RuntimeError):  # values that build no network
             check_memory(config, copies=1)
             model = cls(config, tokenizer)
-        except (TypeError, ValueError, RuntimeError) as error:  # values of the right names that build no network
-            raise _damaged(folder / "config.json", error) from None
+        with _damaged(weights, SafetensorError):
+            tensors = load_file(weights)
         try:
-            model.load_state_dict(load_file(folder / "model.safetensors"))
-        except SafetensorError as error:
-            raise _damaged(folder / "model.safetensors", error) from None
+            model.load_state_dict(tensors)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1].strip()
-            raise ModelFolderError(f"{folder}/model.safetensors does not fit config.json: {reason}") from None
+            raise ModelFolderError(f"{weights} does not fit config.json: {reason}") from None
         return model.eval()
 
 
@@ -149,8 +146,8 @@ def with_mask_token(tokenizer: Tokenizer) -> Tokenizer:
 
 def _read_config(path: Path) -> OrderModelConfig:
     try:
-        fields: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
-        version = fields.pop("format_version")
+        values = parse_json(path.read_text(encoding="utf-8"))
+        version = values.pop("format_version")
     except (ValueError, KeyError, AttributeError, TypeError):  # no JSON, no such key, no object, a list
         raise ModelFolderError(f"{path} is not the config of an unmask model (no format_version)") from None
     if version != FORMAT_VERSION:
@@ -158,21 +155,8 @@ def _read_config(path: Path) -> OrderModelConfig:
             f"{path} has format version {version}, this unmask reads version {FORMAT_VERSION}: "
             "use the unmask that wrote it, or train again"
         )
-    try:
-        given = dict(fields)
-        selector, scorer = fields.pop("selector"), fields.pop("scorer")
-        config = OrderModelConfig(
-            denoiser=BackboneConfig(**fields.pop("denoiser")),
-            selector=SelectorConfig(**{**selector, "budgets": tuple(selector["budgets"])}) if selector else None,
-            scorer=BackboneConfig(**scorer) if scorer else None,
-            **fields,
-        )
-        hints = get_type_hints(OrderModelConfig)
-        if wrong := [name for name, value in given.items() if not fits(value, hints[name])]:
-            raise UserError(f"wrong type in {', '.join(wrong)}")
-        return config
-    except (TypeError, ValueError, KeyError) as error:
-        raise _damaged(path, error) from None
+    with _damaged(path, UserError):
+        return build(OrderModelConfig, values)
 
 
 def weights_hash(network: nn.Module) -> str:
@@ -184,6 +168,11 @@ def weights_hash(network: nn.Module) -> str:
     return digest.hexdigest()[:12]
 
 
-def _damaged(path: Path, error: BaseException) -> ModelFolderError:
-    reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return ModelFolderError(f"{path} is damaged ({reason}): restore it from a copy, or train again")
+@contextmanager
+def _damaged(path: Path, *errors: type[Exception]) -> Iterator[None]:
+    """ModelFolderError in one line where reading a file fails with one of these errors."""
+    try:
+        yield
+    except errors as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelFolderError(f"{path} is damaged ({reason}): restore it from a copy, or train again") from None

@@ -15,7 +15,8 @@ from unmask.display import in_markup
 from unmask.evaluation.compare import Comparison, Result, area, curves
 from unmask.evaluation.evaluate import BoundReport, Order, Record
 from unmask.evaluation.verdicts import IDENTITY
-from unmask.jsonl import ResultsError, fits, read_jsonl, unsealed
+from unmask.fields import build
+from unmask.jsonl import ResultsError, read_jsonl, unsealed
 
 LEARNED_COLOUR = "#c2410c"
 
@@ -24,7 +25,7 @@ def read_records(path: Path) -> list[Record]:
     """The records of a results.jsonl; where the same evaluation was run again, the last one stands."""
     if not path.exists():
         raise ResultsError(f"{path} is missing: run `unmask evaluate {path.parent}` first")
-    records = [Record(**values) for values in read_jsonl(path, Record)]
+    records = read_jsonl(path, Record)
     return list({tuple(getattr(record, name) for name in IDENTITY): record for record in records}.values())
 
 
@@ -33,16 +34,13 @@ def read_bound(path: Path) -> BoundReport | None:
     if not path.exists():
         return None
     try:
-        values = unsealed(path.read_text(encoding="utf-8"))
-        if not fits(values, BoundReport):
-            raise ValueError
-        return BoundReport(**values)
-    except (ValueError, TypeError):
+        return build(BoundReport, unsealed(path.read_text(encoding="utf-8")))
+    except ValueError:
         raise ResultsError(f"{path} is damaged or from another version: run `unmask evaluate --bound` again") from None
 
 
 def read_orders(path: Path) -> list[Order]:
-    return [Order(**values) for values in read_jsonl(path, Order)] if path.exists() else []
+    return read_jsonl(path, Order) if path.exists() else []
 
 
 # The columns of a table, with what the legend says of them; those that no record has are left out.

@@ -76,7 +76,7 @@ def read_results(folder: Path) -> list[Results]:
             Results(
                 path.stem,
                 read_records(path),
-                [Gain(**row) for row in read_jsonl(gains, Gain)] if gains.exists() else [],
+                read_jsonl(gains, Gain) if gains.exists() else [],
                 read_done(folder / path.stem / "stages.jsonl"),
             )
         )

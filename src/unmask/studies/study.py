@@ -33,8 +33,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from unmask import files
 from unmask.errors import UserError, did_you_mean
+from unmask.fields import build
 from unmask.jsonl import append_jsonl, read_jsonl, sealed
-from unmask.recipe import Recipe, RecipeError, build, differences, load_recipe, not_continued, read_toml, recipe_folder
+from unmask.recipe import Recipe, differences, load_recipe, not_continued, read_toml, recipe_folder
 
 if TYPE_CHECKING:
     from unmask.evaluation.compare import Result
@@ -160,8 +161,8 @@ def load_study(name: str) -> tuple[Study, Path]:
         path = recipe_folder() / "studies" / f"{name}.toml"
     if not path.is_file():
         known = known_studies()
-        raise RecipeError(f"no study {name!r}; {did_you_mean(name, known)}give a file or one of {', '.join(known)}")
-    study: Study = build(Study, read_toml(path), "study")
+        raise UserError(f"no study {name!r}; {did_you_mean(name, known)}give a file or one of {', '.join(known)}")
+    study = build(Study, read_toml(path), "study")
     return study, path
 
 
@@ -481,7 +482,7 @@ def _instead(name: str, known: Iterable[str]) -> str:
 
 
 def read_done(path: Path) -> list[Done]:
-    return [Done(**row) for row in read_jsonl(path, Done)] if path.exists() else []
+    return read_jsonl(path, Done) if path.exists() else []
 
 
 def _rewrite(path: Path, items: Sequence[Any]) -> None:

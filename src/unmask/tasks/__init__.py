@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from unmask.errors import UserError, did_you_mean
+from unmask.fields import check_fields
 from unmask.own_code import import_class, is_own
 
 if TYPE_CHECKING:
@@ -52,19 +53,9 @@ def task_class(name: str) -> type[Any]:
 def make_task(name: str, **options: int | bool | str) -> Task:
     """The task of this name; UserError for a wrong name, option or value."""
     cls = task_class(name)
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    for option, value in options.items():
-        if option not in defaults:
-            nearest = did_you_mean(option, defaults)
-            raise UserError(f"task {name} has no option {option!r}; {nearest}choose from {', '.join(defaults)}")
-        # Exact types: True is an instance of int, but never meant as one.
-        if type(value) is not type(defaults[option]):
-            kind = type(defaults[option]).__name__
-            raise UserError(f"task {name}: option {option} must be of type {kind}, not {type(value).__name__}")
-        if type(value) is int and not -(2**63) <= value < 2**63:
-            raise UserError(f"task {name}: option {option} must fit in 64 bits, got {value}")
+    values = check_fields(cls, options, "task")
     try:
-        task: Task = cls(**options)
+        task: Task = cls(**values)
         return task
     except ValueError as error:
         if isinstance(error, UserError) or not is_own(name):

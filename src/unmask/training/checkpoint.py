@@ -1,4 +1,4 @@
-"""Checkpoints: what a run goes on from after a crash.
+"""Checkpoints: what a run resumes from after a crash.
 
 RUN/checkpoints/order-00000420/    the stage "order" after 420 updates
     tensors.safetensors            weights, moments of the optimiser, averages: whatever an update changes
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,8 +76,10 @@ class CheckpointFolder:
         except (OSError, SafetensorError) as error:
             with contextlib.suppress(OSError):
                 _discard(partial)
+            found = self._of(stage)
+            last = f"the last good one is {found[-1]}" if found else "there is none before it"
             raise CheckpointError(
-                f"checkpoint {final} could not be written ({reason(error)}); {self._last_good(stage)}; "
+                f"checkpoint {final} could not be written ({reason(error)}); {last}; "
                 "mend that and give the same command again"
             ) from None
         kept = self._of(stage)
@@ -86,7 +88,7 @@ class CheckpointFolder:
             _discard(other)
         return final
 
-    def newest(self, stage: str, report: Callable[[str], None] = warn) -> Checkpoint | None:
+    def newest(self, stage: str) -> Checkpoint | None:
         """The newest checkpoint of a stage that is whole; damaged ones are reported, and kept as NAME.damaged."""
         found = self._of(stage)
         for path in reversed(found):
@@ -97,7 +99,7 @@ class CheckpointFolder:
                 _discard(aside)
                 path.rename(aside)
                 instead = "none is left: the stage starts anew" if path == found[0] else "trying the one before it"
-                report(f"{error}: kept as {aside.name}; {instead}")
+                warn(f"{error}: kept as {aside.name}; {instead}")
         return None
 
     def remove(self, stage: str) -> None:
@@ -116,10 +118,6 @@ class CheckpointFolder:
         found = (path for path in self.folder.glob(f"{stage}-*") if path.name.removeprefix(f"{stage}-").isdecimal())
         return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
 
-    def _last_good(self, stage: str) -> str:
-        found = self._of(stage)
-        return f"the last good one is {found[-1]}" if found else "there is none before it"
-
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Raises DamagedError in one line unless every byte is as it was written."""
@@ -131,16 +129,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
         facts = parse_json((path / FACTS).read_text(encoding="utf-8"))
         version = facts["format_version"]
         tensors = load_file(path / TENSORS) if version == FORMAT_VERSION else {}
+    except DamagedError:
+        raise
     except (OSError, SafetensorError) as error:
         raise DamagedError(f"checkpoint {path} is damaged ({reason(error)})") from None
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, DamagedError):
-            raise
+    except (ValueError, KeyError, TypeError):
         raise DamagedError(f"checkpoint {path} is damaged ({files.MANIFEST} or {FACTS} cannot be read)") from None
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"checkpoint {path} has format version {version}, this unmask reads {FORMAT_VERSION}: "
-            "go on with the unmask that wrote it, or begin anew with --force"
+            "resume with the unmask that wrote it, or begin anew with --force"
         )
     return Checkpoint(path, tensors, facts)
 

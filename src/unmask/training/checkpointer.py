@@ -17,7 +17,7 @@ from unmask.training.state import StageState
 
 
 class Stopped(Exception):
-    """SIGTERM came, and the run is saved; the message says how to go on."""
+    """SIGTERM came, and the run is saved; the message says how to resume."""
 
 
 class StopSignal:

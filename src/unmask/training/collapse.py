@@ -1,20 +1,29 @@
 """The collapse guard: an order or a denoiser that was good and is no longer, told from the numbers of every update.
 
 It has collapsed where, smoothed over the last updates,
-    the bound has fallen:                       `DROP` nats a token below the best that it was, or, of an order,
+    the bound has fallen:                       `DROP` nats per token below the best that it was, or, of an order,
     the posterior reveals everything at once:   E_Q[steps] < 1 + 1/20 of the way to the budget, or
     the scores are saturated:                   nearly all of them within 1/1000 of 0 or 1, where no gradient passes,
 and this has lasted for `PATIENCE` updates.  Noise of single updates is not reported.
+
+With on_collapse = "restore" the guard keeps copies of the weights while they do well.  After a collapse it brings the
+best ones back, without momentum, at a smaller learning rate, which warms up again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from copy import copy
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unmask.training.tensors import copied, copy_into
 
 DECAY = {"elbo": 0.98, "q_steps": 0.9, "saturated": 0.9}  # of the smoothing: the bound is the noisiest
 PATIENCE = 50  # updates
-DROP = {"order": 0.5, "denoiser": 0.25}  # nats a response token; an order's bound is the noisier one
+DROP = {"order": 0.5, "denoiser": 0.25}  # nats per response token; an order's bound is the noisier one
 ADVICE = {
     "order": "a smaller scorer_rate, a larger kl_weight",
     "denoiser": "a smaller learning_rate, a longer warmup",
@@ -23,38 +32,69 @@ SATURATED = 0.99  # of the scores
 
 
 class CollapseGuard:
-    """Watches the metrics of the updates of `what`, an order or a denoiser, which has no budget.
+    """Watches the metrics of every update.
 
-    restored_rate: see `Optimisation`; 0 where nothing is restored.
+    budget: T of an order; None: a denoiser alone is trained.
+    restored_rate: see `Optimisation`; 0: nothing is restored.
     """
 
-    def __init__(self, what: Literal["order", "denoiser"], budget: int = 1, restored_rate: float = 0.0) -> None:
-        self.what, self.drop = what, DROP[what]
-        self.fewest_steps, self.restored_rate = 1 + (budget - 1) / 20, restored_rate
-        self.reset()
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: Optimizer,
+        budget: int | None,
+        restored_rate: float = 0.0,
+    ) -> None:
+        self.parameters, self.optimizer, self.restored_rate = parameters, optimizer, restored_rate
+        self.what = "denoiser" if budget is None else "order"
+        self.fewest_steps = 1 + ((budget or 1) - 1) / 20
+        self.best: dict[str, Tensor] = {}  # weights that have proved good
+        self.candidate: dict[str, Tensor] = {}  # later ones that have yet to
+        self.candidate_at = 0  # the update that they are from
+        self.rate_scale = 1.0  # below 1 once weights were restored
+        self.restored_at: int | None = None  # the update after which that was, the last time
+        self._forget()
 
-    def reset(self) -> None:
-        """Forget everything: the weights were set back."""
+    def _forget(self) -> None:
         self.smooth: dict[str, float] = {}
-        self.best = float("-inf")
+        self.best_bound = float("-inf")
         self.since: dict[str, int] = {}  # for each sign of collapse, the updates that it has lasted
         self.seen = 0
 
+    def after_update(self, update: int, recorded: Mapping[str, float]) -> str | None:
+        """Take in the metrics of an update; what there is to report of a collapse.  May restore the weights."""
+        why = self.watch(recorded)
+        if self.restored_rate and self.at_best:
+            self._keep(update)
+        elif self.in_doubt:
+            self.candidate = {}  # it may have been taken just as they fell
+        if why is None:
+            return None
+        event = f"THE {self.what.upper()} HAS COLLAPSED: {why}"
+        if self.best:
+            self._restore(update)
+            return f"{event}; the best {self.what} is restored, learning rates times {self.rate_scale:g}"
+        restoring = (
+            f": there is no better {self.what} to restore" if self.restored_rate else ", or on_collapse = 'restore'"
+        )
+        return f"{event}; try {ADVICE[self.what]}{restoring}"
+
     def watch(self, recorded: Mapping[str, float]) -> str | None:
-        """Take in the metrics of an update; why it is a collapse, said once for each reason."""
+        """Take in the metrics of an update; why it is a collapse, told once for each reason."""
         self.seen += 1
         for key, decay in DECAY.items():
             if key in recorded:  # a mean with the weights decay^j, j updates back
                 step = (1 - decay) / (1 - decay**self.seen)
                 self.smooth[key] = (1 - step) * self.smooth.get(key, 0.0) + step * recorded[key]
-        self.best = max(self.best, self.bound)
+        self.best_bound = max(self.best_bound, self.bound)
         signs = {
             f"Q takes {self.smooth.get('q_steps', 0):.2f} steps: it reveals everything at once": (
                 self.smooth.get("q_steps", float("inf")) < self.fewest_steps
             ),
             "the scores are saturated: all but 1 in 100 are 0 or 1": self.smooth.get("saturated", 0.0) > SATURATED,
-            f"the bound is {self.bound:.2f} nats a token, its best was {self.best:.2f}": self.bound
-            < self.best - self.drop,
+            f"the bound is {self.bound:.2f} nats per token, its best was {self.best_bound:.2f}": (
+                self.bound < self.best_bound - DROP[self.what]
+            ),
         }
         found = None
         for number, (why, present) in enumerate(signs.items()):
@@ -72,16 +112,49 @@ class CollapseGuard:
     @property
     def at_best(self) -> bool:
         """Never while there is a sign of collapse: that would be restored in vain."""
-        return self.seen >= PATIENCE and self.bound == self.best and not self.in_doubt
+        return self.seen >= PATIENCE and self.bound == self.best_bound and not self.in_doubt
 
     @property
     def in_doubt(self) -> bool:
         """Whether there is a sign of collapse, which may pass."""
         return any(self.since.values())
 
-    def facts(self) -> dict[str, Any]:
-        return {"smooth": self.smooth, "best": self.best, "since": self.since, "seen": self.seen}
+    def rate_factor(self, update: int) -> float:
+        """Of the learning rates, beside their schedule."""
+        if self.restored_at is None:
+            return 1.0
+        return self.rate_scale * min(1.0, (update - self.restored_at + 1) / PATIENCE)
 
-    def load(self, facts: Mapping[str, Any]) -> None:
-        self.smooth, self.best = dict(facts["smooth"]), float(facts["best"])
-        self.since, self.seen = dict(facts["since"]), int(facts["seen"])
+    def _keep(self, update: int) -> None:
+        """The weights do well.  They become the best when they still do so `PATIENCE` updates later.
+
+        A bound is that of the weights before its update, and on a GPU it is read an update late: when it says that all
+        is well, the weights may have been lost in between.
+        """
+        if self.candidate:
+            if update - self.candidate_at < PATIENCE:
+                return
+            self.best = self.candidate
+        self.candidate, self.candidate_at = copied(self.parameters), update
+
+    def _restore(self, update: int) -> None:
+        copy_into(self.parameters, self.best)
+        self.candidate = {}
+        self.optimizer.state.clear()
+        self.rate_scale *= self.restored_rate
+        self.restored_at = update
+        self._forget()
+
+    def facts(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _FACTS}
+
+    def load(self, facts: Mapping[str, Any], best: Mapping[str, Tensor], candidate: Mapping[str, Tensor]) -> None:
+        for name in _FACTS:
+            setattr(self, name, copy(facts[name]))
+        for name, saved in (("best", best), ("candidate", candidate)):
+            if saved:
+                setattr(self, name, copied(self.parameters))
+                copy_into(getattr(self, name), saved)
+
+
+_FACTS = ("smooth", "best_bound", "since", "seen", "rate_scale", "restored_at", "candidate_at")

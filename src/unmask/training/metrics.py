@@ -13,7 +13,7 @@ from unmask.training.checkpoint import CheckpointError, reason, warn
 
 
 class Metrics:
-    """Lines are only ever added, but for what a run takes back that goes on from an earlier update.
+    """Lines are only ever added, but for what a run takes back that resumes from an earlier update.
 
     track: an experiment tracker, called with named numbers and the updates done before them over all stages.
     first: for each stage, the updates of the stages before it.
@@ -28,14 +28,6 @@ class Metrics:
         self.path, self.track, self.first = path, track, first
 
     def write(self, **values: Any) -> None:
-        self._append(values)
-        if self.track is not None and "loss" in values:
-            stage, step = values["stage"], self.first[values["stage"]] + values["update"]
-            numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
-            norms = {f"gradient_norm/{key}": value for key, value in values["gradient_norm"].items()}
-            self.track({f"{stage}/{key}": value for key, value in {**numbers, **norms}.items()}, step)
-
-    def _append(self, values: dict[str, Any]) -> None:
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(sealed(values) + "\n")
@@ -43,6 +35,11 @@ class Metrics:
             raise CheckpointError(
                 f"{self.path} could not be written ({reason(error)}): mend that and give the same command again"
             ) from None
+        if self.track is not None and "loss" in values:
+            stage, step = values["stage"], self.first[values["stage"]] + values["update"]
+            numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+            norms = {f"gradient_norm/{key}": value for key, value in values["gradient_norm"].items()}
+            self.track({f"{stage}/{key}": value for key, value in {**numbers, **norms}.items()}, step)
 
     def sync(self) -> None:
         """Before a checkpoint or a finished stage: no line of the updates that it counts may be lost after it."""

@@ -14,13 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unmask.models.backbone import places, scatter
 from unmask.models.networks import Denoiser
 from unmask.models.order_model import OrderModel
+from unmask.models.packing import places, scatter
+from unmask.recipe import parse_teacher
 from unmask.rng import Purpose, uniforms
 from unmask.tasks.task import Examples, to_device
 from unmask.training.reading import log_likelihood, read_denoiser, selector_features, with_layout
-from unmask.training.teacher import first_logits, parse_teacher, reveal_steps
+from unmask.training.teacher import first_logits, reveal_steps
 from unmask.variational.elbo import BoundTerms, bound_terms
 from unmask.variational.estimators import Baseline, MovingAverage, estimate_bound
 from unmask.variational.posterior import Trajectories, log_prob, sample_times, sample_trajectories
@@ -78,7 +79,7 @@ def mask_uniformly(response: Tensor, position: Tensor, counts: Tensor, ids: Tens
 
 
 class Rollout(NamedTuple):
-    """k trajectories a sequence down to x_{t+1}, and what the networks say there: all that the bound is made of."""
+    """k trajectories per sequence down to x_{t+1}, and what the networks say there: all that the bound is made of."""
 
     scores: Tensor  # [B, L]
     response: Tensor  # [B, L] bool
@@ -90,10 +91,10 @@ class Rollout(NamedTuple):
 
 
 class OrderObjective(nn.Module):
-    """The paper's bound: one time t a sequence, k trajectories of it, and the surrogate of `estimate_bound`.
+    """The paper's bound: one time t per sequence, k trajectories of it, and the surrogate of `estimate_bound`.
 
-    A frozen denoiser (`learn_denoiser` False) is run without a graph.  What the selector reads from the denoiser is
-    detached unless `attach_selector`, so that theta gets the gradient of the reconstruction only.
+    T is that of the selector.  A frozen denoiser (`learn_denoiser` False) is run without a graph.  What the selector
+    reads from the denoiser is detached, so that theta gets the gradient of the reconstruction only.
 
     `initial_kl_weight` w > 1 trains on F1 - w KL at first, w falling linearly to 1 at half of the updates.  The
     posterior sees x_0 and can write it into the order, which the selector cannot follow: a local optimum with a high
@@ -104,20 +105,19 @@ class OrderObjective(nn.Module):
     def __init__(
         self,
         model: OrderModel,
-        budget: int,
         trajectories: int,
         baseline: Baseline,
         seed: int,
         learn_denoiser: bool = True,
-        attach_selector: bool = False,
         initial_kl_weight: float = 1.0,
         compile: bool = False,
     ) -> None:
         super().__init__()
-        self.model = model
+        assert model.selector is not None
+        self.model, self.budget = model, model.selector.budget
         self.initial_kl_weight = self.kl_weight = initial_kl_weight
-        self.budget, self.trajectories, self.baseline, self.seed = budget, trajectories, baseline, seed
-        self.learn_denoiser, self.attach_selector = learn_denoiser, attach_selector
+        self.trajectories, self.baseline, self.seed = trajectories, baseline, seed
+        self.learn_denoiser = learn_denoiser
         self.teacher = parse_teacher(model.config.teacher) if model.config.teacher else None
         self.parts = _Parts(self.draw, self.read, selector_features, self.bound, self.conclude)
         if compile:
@@ -133,13 +133,11 @@ class OrderObjective(nn.Module):
         """examples [B]; ids [B], which name their draws; u [B] stratified uniforms, which choose the times t."""
         rollout = self.rollout(examples, ids, sample_times(u, self.budget))
         num_response = to_device(examples.num_response, rollout.t.device)
-        kl_weight = to_device(
-            torch.tensor(self.kl_weight), rollout.t.device
-        )  # a number would compile a program each update
+        kl_weight = to_device(torch.tensor(self.kl_weight), rollout.t.device)  # a number would compile anew each update
         return Outcome(*self.parts.conclude(rollout, num_response, kl_weight))
 
     def conclude(self, rollout: Rollout, num_response: Tensor, kl_weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss in nats a token, and the metrics."""
+        """The loss in nats per token, and the metrics."""
         terms, log_q = self.parts.bound(rollout)
         objective = terms.reconstruction - kl_weight * terms.order_kl
         estimate = estimate_bound(objective, log_q, rollout.t, self.budget, self.baseline)
@@ -181,7 +179,7 @@ class OrderObjective(nn.Module):
         return terms, log_prob(scores, response, t, self.budget, tau, drawn)
 
     def rollout(self, examples: Examples, ids: Tensor, t: Tensor, scores: Tensor | None = None) -> Rollout:
-        """Draw k trajectories a sequence down to x_{t+1}, and ask the networks there."""
+        """Draw k trajectories per sequence down to x_{t+1}, and ask the networks there."""
         k = self.trajectories
         device = next(self.model.parameters()).device
         examples = examples.to(device)
@@ -229,13 +227,10 @@ class OrderObjective(nn.Module):
         steps: Tensor,
         trajectory: Tensor,
     ) -> Trajectories:
-        uniforms = self._uniforms(ids, position, steps, trajectory)
-        return sample_trajectories(scores, response, t, self.budget, self.model.config.tau, uniforms)
-
-    def _uniforms(self, ids: Tensor, position: Tensor, steps: Tensor, trajectory: Tensor) -> Tensor:
-        """[T-1, B, k, L]: a function of seed, id, trajectory, step and position alone; 24 bits would miss a small q."""
+        """The draws are a function of seed, id, trajectory, step and position alone; 24 bits would miss a small q."""
         words = ids[:, None, None], trajectory[:, None], steps[:, None, None, None], position[:, None]
-        return uniforms(self.seed, Purpose.TRAJECTORY, *words, dtype=torch.float64)
+        draws = uniforms(self.seed, Purpose.TRAJECTORY, *words, dtype=torch.float64)  # [T-1, B, k, L]
+        return sample_trajectories(scores, response, t, self.budget, self.model.config.tau, draws)
 
     def _ask(
         self, examples: Examples, masked: Tensor, t: Tensor, needed: Tensor, num_masked: int
@@ -251,14 +246,13 @@ class OrderObjective(nn.Module):
         with torch.set_grad_enabled(self.learn_denoiser and torch.is_grad_enabled()):
             reading = read_denoiser(model.denoiser, chosen.tokens, at, layout, num_masked)
             log_mu, said = self.parts.read(reading.logits, reading.truth)
-        hidden = reading.hidden if self.attach_selector else reading.hidden.detach()
         times = t[which // self.trajectories]
-        logits = model.selector(hidden, reading.spread(said), at, times, self.budget, layout)
+        logits = model.selector(reading.hidden.detach(), reading.spread(said), at, times, layout)
         return which, reading.spread(log_mu), logits
 
     def read(self, logits: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
         """log mu of the true tokens [M], and what the selector reads of the logits [M, V]: [M, 3]."""
-        return log_likelihood(logits, truth), selector_features(logits if self.attach_selector else logits.detach())
+        return log_likelihood(logits, truth), selector_features(logits.detach())
 
 
 class _Parts(NamedTuple):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from unmask.decoding.confidence import confidence, features, log_probabilities
-from unmask.models.backbone import Layout, places, scatter, stream_dtype
 from unmask.models.networks import Denoiser
+from unmask.models.packing import Layout, places, scatter, stream_dtype
 from unmask.tasks.task import Examples
 
 

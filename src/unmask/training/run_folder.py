@@ -7,8 +7,8 @@ RUN/recipe.json                                       the recipe, resolved
 RUN/metrics.jsonl                                     one object a line, each with its own checksum
 RUN/start.txt                                         where `init` is given: hash of the denoiser that it gave
 RUN/denoiser/                                         the denoiser as it was before order learning
-RUN/baseline/                                         joint order learning only: that denoiser, plainly trained on for
-                                                      as many further sequences, which is what heuristics run on;
+RUN/baseline/                                         joint order learning only: that denoiser, trained further on as
+                                                      many sequences without an order, for the heuristics;
                                                       trained here, or a copy of what `order.continued` names
 and while the run is unfinished
 RUN/lock                                              held by the process that trains
@@ -27,10 +27,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from unmask import files
 from unmask.errors import UserError
+from unmask.fields import build
+from unmask.jsonl import parse_json
 from unmask.models.order_model import MODEL_FILES, OrderModel
-from unmask.recipe import Recipe, RecipeError, differences
+from unmask.recipe import Recipe, differences
 from unmask.training.checkpoint import CheckpointFolder, reason, warn
 
 # All that the commands of this program write below a run folder; whatever else is there is somebody's own.
@@ -57,9 +61,8 @@ def locked(out: Path) -> Iterator[None]:
         try:
             stack.enter_context(files.locked(out))
         except OSError:
-            raise RunFolderError(
-                f"another process is training into {out}: wait for it, or give another --out"
-            ) from None
+            busy = f"another process is training into {out}: wait for it, or give another --out"
+            raise RunFolderError(busy) from None
         yield
 
 
@@ -78,9 +81,8 @@ def prepare(out: Path, force: bool) -> None:
     begun = {"lock", "manifest.json.partial", "recipe.json.partial", *(["manifest.json"] if files.is_ours(out) else [])}
     if out.is_dir() and {path.name for path in out.iterdir()} - begun:
         if not (files.is_ours(out) and (out / "recipe.json").exists()):  # a run's first files
-            if not force:
-                raise RunFolderError(f"{out} already holds something that is not a run: give another --out")
-            raise RunFolderError(f"{out} is not a run folder, so --force will not replace it: give another --out")
+            what = "is not a run folder, so --force will not replace it" if force else "holds something that is no run"
+            raise RunFolderError(f"{out} {what}: give another --out")
         for path in out.rglob("*"):
             if path.is_symlink() and not path.resolve().is_relative_to(out.resolve()):
                 raise RunFolderError(f"{path} is a link that leads out of the run: take it away, or give another --out")
@@ -102,7 +104,7 @@ def _make_way(out: Path) -> None:
     if (path := _foreign(out)) is not None:
         raise RunFolderError(f"{path} was not written by unmask, so --force will not replace {out}: move it away")
     taken = old.is_symlink() or old.is_file() or (old.is_dir() and any(old.iterdir()))
-    if finished and taken and not _is_replaced(old, out):
+    if finished and taken and not (_was_replaced(old, out) and _foreign(old) is None):
         raise RunFolderError(f"{old}, where {out} would be kept, is not a run that --force replaced: move it away")
     with locked(out):
         pass  # nobody is training into it
@@ -120,31 +122,32 @@ def read_recipe(folder: Path) -> Recipe:
     path = folder / "recipe.json"
     try:
         files.check(folder, path.name)
-        return Recipe.from_json(path.read_text(encoding="utf-8"))
-    except files.ChecksumError as error:
-        raise RunFolderError(str(error)) from None
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise RunFolderError(f"{path} is missing: give the folder of a run, or restore the file from a copy") from None
     except OSError as error:
         raise RunFolderError(
             f"{path} cannot be read ({reason(error)}): mend that and give the same command again"
         ) from None
-    except RecipeError as error:
+    try:
+        values = parse_json(text)
+    except UserError as error:
+        raise RunFolderError(f"{path} is damaged ({error}): restore it from a copy") from None
+    try:
+        return build(Recipe, values)
+    except UserError as error:
         raise RunFolderError(
             f"{path} does not fit this version ({error}): undo that change, or use the unmask that wrote it"
         ) from None
-    except UserError as error:
-        raise RunFolderError(f"{path} is damaged ({error}): restore it from a copy") from None
 
 
 def _replaced(out: Path) -> Path:
     return out.with_name(f"{out.name}.replaced")
 
 
-def _is_replaced(old: Path, out: Path) -> bool:
-    """Whether `old` is a run that --force put aside for `out`, with nothing of anybody else's in it."""
-    ours = not old.is_symlink() and files.is_ours(old)
-    return ours and files.read_manifest(old).get("replaced") == out.name and _foreign(old) is None
+def _was_replaced(old: Path, out: Path) -> bool:
+    """Whether `old` is a run that --force put aside for `out`."""
+    return not old.is_symlink() and files.is_ours(old) and files.read_manifest(old).get("replaced") == out.name
 
 
 def _foreign(out: Path) -> Path | None:
@@ -167,17 +170,16 @@ def _remove(out: Path) -> None:
 
 def changes_in(recipe: Recipe, out: Path, allow_change: bool) -> str:
     """How the recipe of an unfinished run differs, in words; refused unless `allow_change`."""
-    path = out / "recipe.json"
-    if not path.exists():
+    if not (out / "recipe.json").exists():
         return ""
-    stored = read_recipe(out)
-    said = ", ".join(f"{key} = {new!r} (was {old!r})" for key, old, new in differences(stored, recipe))
-    if said and not allow_change:
+    differing = differences(read_recipe(out), recipe)
+    changes = ", ".join(f"{key} = {new!r} (was {old!r})" for key, old, new in differing)
+    if changes and not allow_change:
         raise RunFolderError(
-            f"{out} was begun with another recipe: {said}; give the same recipe, --allow-change to go on with the "
+            f"{out} was begun with another recipe: {changes}; give the same recipe, --allow-change to resume with the "
             "new one, or --force to begin anew"
         )
-    return said
+    return changes
 
 
 def store_recipe(recipe: Recipe, out: Path, changes: str = "") -> None:
@@ -185,17 +187,14 @@ def store_recipe(recipe: Recipe, out: Path, changes: str = "") -> None:
     if changes:
         with (out / "changes.log").open("a", encoding="utf-8") as file:
             file.write(f"{changes}\n")
-    path = out / "recipe.json"
-    if (
-        not path.exists()
-        or path.read_text(encoding="utf-8") != recipe.to_json()
-        or path.name not in files.read_manifest(out)["files"]
-    ):
-        files.write_listed(out, path.name, recipe.to_json())
+    path, text = out / "recipe.json", recipe.to_json()
+    listed = path.name in files.read_manifest(out)["files"]
+    if not (listed and path.exists() and path.read_text(encoding="utf-8") == text):
+        files.write_listed(out, path.name, text)
 
 
 def note_start(out: Path, denoiser: str) -> None:
-    """Keep the hash of the weights that a run starts from; one that goes on has started from what is noted."""
+    """Keep the hash of the weights that a run starts from; a resumed run has started from what is noted."""
     if not (any((out / "checkpoints").glob("*")) or (out / "denoiser").exists()):
         files.write_listed(out, "start.txt", f"{denoiser}\n")
 
@@ -203,7 +202,7 @@ def note_start(out: Path, denoiser: str) -> None:
 def save_stage(model: OrderModel, folder: Path) -> None:
     """A model folder that is whole as soon as it is there."""
     partial = folder.with_name(f"{folder.name}.partial")
-    with _said(folder):
+    with _writing(folder):
         _discard(partial)
         partial.mkdir()  # without parents: a run folder that is gone must not come back
         model.save_pretrained(partial)
@@ -216,7 +215,7 @@ def finish(model: OrderModel, out: Path) -> None:
     """The model itself; only then goes what the run would have been continued from."""
     if not files.is_ours(out):
         raise RunFolderError(f"{out} was taken away while it was trained: the same command begins anew")
-    with _said(out):
+    with _writing(out):
         model.save_pretrained(out)
     sweep(out)
 
@@ -224,11 +223,11 @@ def finish(model: OrderModel, out: Path) -> None:
 def sweep(out: Path) -> None:
     """Remove what a finished run has no use for, the checkpoints last: a crash before that leaves it unfinished."""
     _discard(out / "order")
-    old = _replaced(out)
-    if _is_replaced(old, out):
-        _remove(old)
-    elif files.is_ours(old) and files.read_manifest(old).get("replaced") == out.name:
-        warn(f"{old} is kept: {_foreign(old)} was not written by unmask")
+    if _was_replaced(old := _replaced(out), out):
+        if (path := _foreign(old)) is None:
+            _remove(old)
+        else:
+            warn(f"{old} is kept: {path} was not written by unmask")
     (out / "lock").unlink(missing_ok=True)
     CheckpointFolder(out / "checkpoints").remove_all()
 
@@ -238,9 +237,7 @@ def _discard(folder: Path) -> None:
 
 
 @contextmanager
-def _said(folder: Path) -> Iterator[None]:
-    from safetensors import SafetensorError
-
+def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:

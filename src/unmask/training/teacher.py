@@ -12,39 +12,17 @@ together.  A rule decides by the confidences that the selector reads, so the sel
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from unmask.decoding.confidence import FEATURES, Confidence
-from unmask.decoding.policies import (
-    EntropyBounded,
-    Factor,
-    Policy,
-    SelectorNetwork,
-    Step,
-    Threshold,
-    own_rules,
-    parse_policy,
-)
-from unmask.errors import UserError
+from unmask.decoding.confidence import Confidence
+from unmask.decoding.policies import Policy, Step
 from unmask.models.networks import Denoiser
 from unmask.tasks.task import Examples, to_device
 from unmask.training.reading import read_denoiser, selector_features, with_layout
 
 EDGE = 1 / 20  # e
-
-
-def parse_teacher(text: str) -> Policy:
-    """The rule, or UserError: it must reveal what the denoiser is sure of, by what the selector reads."""
-    try:  # a run folder may name a teacher: no code of the user's own is imported
-        rule = None if own_rules(text) else parse_policy(text, network=cast(SelectorNetwork, object()))
-    except UserError as error:
-        raise UserError(f"teacher = {text!r}: {error}") from None
-    if not isinstance(rule, Threshold | Factor | EntropyBounded) or not rule.reads <= FEATURES:
-        raise UserError(f"teacher = {text!r} cannot teach: take threshold, factor or eb, such as threshold:0.9")
-    return rule
 
 
 @torch.no_grad()

@@ -6,8 +6,9 @@ A rule of the user's own is written "module:Class" or "module:Class(0.9)".
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import MISSING
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from unmask.decoding.policies.rule import (
     RULES,
@@ -19,6 +20,7 @@ from unmask.decoding.policies.rule import (
     parameters_of,
 )
 from unmask.errors import UserError, did_you_mean, require
+from unmask.fields import convert
 from unmask.own_code import import_class
 
 _OWN = r"[\w.-]+:[A-Za-z_]\w*"  # "module:Class", and also `rdm:linear`
@@ -116,18 +118,13 @@ def _split(arguments: str, text: str) -> list[str]:
 
 def _value(text: str, wanted: Any, what: str, network: SelectorNetwork | None) -> Any:
     """A parameter's text as the type that its field declares."""
-    if wanted is str:
-        return text
-    if get_origin(wanted) is Literal or wanted is bool:
-        choices = {"true": True, "false": False} if wanted is bool else {choice: choice for choice in get_args(wanted)}
-        require(text in choices, f"{what} must be {' or '.join(choices)}, got {text!r}")
-        return choices[text]
-    if wanted in (int, float):
-        try:
-            number = wanted(text)
-        except ValueError:
-            kind = "a whole number" if wanted is int else "a number"
-            raise UserError(f"{what} must be {kind}, got {text!r}") from None
-        require(wanted is float or abs(number) < 2**31, f"{what} must be below 2^31, got {text!r}")
-        return number
-    return parse_policy(text, network)
+    if isinstance(wanted, type) and issubclass(wanted, Policy):
+        return parse_policy(text, network)
+    value: Any = text
+    if wanted is bool:
+        value = {"true": True, "false": False}.get(text, text)
+    elif wanted in (int, float):
+        with suppress(ValueError):  # what is no number stays text, which `convert` refuses
+            value = wanted(text)
+    require(type(value) is not int or abs(value) < 2**31, f"{what} must be below 2^31, got {text!r}")
+    return convert(wanted, value, what)

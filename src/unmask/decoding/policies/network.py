@@ -16,7 +16,7 @@ from unmask.variational.selection import Bernoulli, NonEmpty
 
 @dataclass(frozen=True)
 class Learned(NetworkPolicy):
-    """r ~ P_psi(r_t | x_{t+1}) with t = S - 1 - i, for an S that the selector was trained for (ours).
+    """r ~ P_psi(r_t | x_{t+1}) with t = S - 1 - i, where S is the budget that the selector was trained for (ours).
 
     `nonempty`: sampled from the product conditioned on r != 0.  With tokens sampled from the denoiser's own
     distribution (token temperature 1, no top-k, top-p or guidance) this is exactly the model of the bound; with greedy

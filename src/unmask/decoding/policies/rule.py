@@ -116,11 +116,11 @@ class Policy:
 
 
 class ScoringNetwork(Protocol):
-    """Logits [b, L] from the denoiser's hidden states and confidences [b, L, 3] at time t [b] of max_steps [b]."""
+    """Logits [b, L] from the denoiser's hidden states and confidences [b, L, 3] at time t [b]."""
 
     @property
-    def budgets(self) -> tuple[int, ...]:
-        """The values of max_steps that it was trained for."""
+    def budget(self) -> int | None:
+        """The max_steps that it was trained for; None: it takes any."""
 
     def __call__(
         self,
@@ -128,7 +128,6 @@ class ScoringNetwork(Protocol):
         confidences: Tensor,
         masked: Tensor,
         t: Tensor,
-        max_steps: Tensor,
         attention_mask: Tensor | None,
         /,
     ) -> Tensor: ...
@@ -145,15 +144,16 @@ class NetworkPolicy(Policy):
     reads = FEATURES
 
     def check(self, max_steps: int, num_response: Tensor) -> None:
-        budgets = self.network.budgets
-        known = ", ".join(map(str, budgets))
-        require(max_steps in budgets, f"the learned order was trained for T = {known} only, not for {max_steps} steps")
+        trained = self.network.budget
+        require(
+            trained in (None, max_steps), f"the learned order was trained for T = {trained}, not for {max_steps} steps"
+        )
 
     def logits(self, step: Step) -> Tensor:
         """[b, L] at t = S - 1 - i."""
         stats = torch.where(step.masked[..., None], features(step.stats), 0.0)
         t = step.max_steps - 1 - step.index
-        return self.network(step.hidden, stats, step.masked, t, step.max_steps, step.attention_mask)
+        return self.network(step.hidden, stats, step.masked, t, step.attention_mask)
 
 
 def parameters_of(rule: type[Policy]) -> list[Field[Any]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from unmask.errors import UserError
 from unmask.models.backbone import BackboneConfig
 from unmask.models.importers.pretrained import Causal
-from unmask.models.importers.vocabulary import ids_in, vocabulary_of
+from unmask.models.importers.vocabulary import ids_in, rows, vocabulary_of
 from unmask.models.order_model import OrderModel, OrderModelConfig, with_mask_token
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def adapt_causal(
 
 
 def backbone_config(config: Any, max_length: int = 0) -> BackboneConfig:
-    """Our shape of a Llama-shaped transformers config; a ValueError of one line where it is another."""
+    """Our shape of a Llama-shaped transformers config; a UserError where it is another."""
     rope = config.rope_parameters if config.model_type in LLAMA_SHAPED else {}
     for what, found, wanted in (
         ("model_type", config.model_type, LLAMA_SHAPED),
@@ -89,18 +89,14 @@ def _translated(model: PreTrainedModel, config: OrderModelConfig, ids: Sequence[
         except KeyError as error:
             raise UserError(f"only a Llama-shaped model can be adapted, and this one has no {error}") from None
 
-    def rows(table: Tensor) -> Tensor:
-        known = torch.tensor([len(table) if index is None else min(index, len(table)) for index in ids])
-        return torch.cat([table, table.mean(0, keepdim=True)])[known]
-
     embedding = take("model.embed_tokens")
     ours = {
-        "backbone.embedding.weight": torch.cat([rows(embedding), embedding.mean(0, keepdim=True)]),
+        "backbone.embedding.weight": torch.cat([rows(embedding, ids), embedding.mean(0, keepdim=True)]),
         "backbone.norm.weight": take("model.norm"),
     }
     head = theirs.pop("lm_head.weight", embedding)
     if not config.tied_head:
-        ours["head.weight"] = rows(head)
+        ours["head.weight"] = rows(head, ids)
     for layer in range(config.denoiser.layers):
         there, here = f"model.layers.{layer}", f"backbone.blocks.{layer}"
         attention, mlp = f"{there}.self_attn", f"{there}.mlp"

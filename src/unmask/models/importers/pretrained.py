@@ -49,7 +49,7 @@ _SAY_EOS = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
 
 
 def find_source(name: str | Path) -> Source:
-    """Where a model lies; a ValueError of one line where there is none."""
+    """Where a model lies; a UserError where there is none."""
     if str(name) in PACKAGED:
         package, module = PACKAGED[str(name)]
         spec = find_spec(module)  # the package itself is not imported, nor what it depends on

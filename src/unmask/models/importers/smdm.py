@@ -24,7 +24,7 @@ from torch import Tensor
 
 from unmask.errors import UserError
 from unmask.models.backbone import BackboneConfig
-from unmask.models.importers.vocabulary import ids_in, vocabulary_of
+from unmask.models.importers.vocabulary import ids_in, rows, vocabulary_of
 from unmask.models.order_model import OrderModel, OrderModelConfig, with_mask_token
 
 
@@ -73,14 +73,10 @@ def _translated(
     if max(index or 0 for index in ids) >= len(head):
         raise UserError(f"{path} has {len(head)} tokens, fewer than its tokenizer: give the one it was trained with")
 
-    def rows(table: Tensor) -> Tensor:
-        known = torch.tensor([len(head) if index is None else index for index in ids])
-        return torch.cat([table[: len(head)], table[: len(head)].mean(0, keepdim=True)])[known]
-
     ours = {
-        "backbone.embedding.weight": torch.cat([rows(embedding), embedding[-1:]]),
+        "backbone.embedding.weight": torch.cat([rows(embedding[:-1], ids), embedding[-1:]]),
         "backbone.norm.weight": take("transformer.ln_f"),
-        "head.weight": rows(head),
+        "head.weight": rows(head, ids),
     }
     for layer in range(shape.layers):
         there, here = f"transformer.h.{layer}", f"backbone.blocks.{layer}"

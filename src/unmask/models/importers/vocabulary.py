@@ -7,13 +7,15 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, pre_tokenizers
+from torch import Tensor
 
 from unmask.errors import UserError
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The tokens in the order of their ids; a ValueError of one line where these are not 0, 1, 2 and so on."""
+    """The tokens in the order of their ids; a UserError where these are not 0, 1, 2 and so on."""
     ids = tokenizer.get_vocab()
     ordered = tuple(sorted(ids, key=ids.__getitem__))
     if ordered and ids[ordered[-1]] != len(ordered) - 1:
@@ -87,10 +89,19 @@ def bytes_of(state: dict[str, Any]) -> list[str]:
 def ids_in(tokenizer: Tokenizer, vocabulary: Sequence[str]) -> list[int | None]:
     """The id that each token of `vocabulary` has in `tokenizer`; None for a byte that it does not have.
 
-    A ValueError of one line where another token is missing: the vocabulary is not one of this tokenizer.
+    A UserError where another token is missing: the vocabulary is not one of this tokenizer.
     """
     ids = tokenizer.get_vocab()
     single = set(bytes_of(json.loads(tokenizer.to_str())))
     if missing := [token for token in vocabulary if token not in ids and token not in single]:
-        raise UserError(f"{len(missing)} tokens, such as {missing[0]!r}, are not tokens of the pretrained tokenizer")
+        raise UserError(
+            f"{len(missing)} tokens, such as {missing[0]!r}, are not tokens of the pretrained tokenizer: "
+            "set task.tokenizer to the pretrained model"
+        )
     return [ids.get(token) for token in vocabulary]
+
+
+def rows(table: Tensor, ids: Sequence[int | None]) -> Tensor:
+    """The rows of a vocabulary's table; their mean for a token that has none."""
+    known = torch.tensor([len(table) if index is None else min(index, len(table)) for index in ids])
+    return torch.cat([table, table.mean(0, keepdim=True)])[known]

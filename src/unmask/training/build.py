@@ -1,0 +1,183 @@
+"""The model that a run trains, from its recipe and its task: built anew, or from weights that are there already."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from tokenizers import Tokenizer
+
+from unmask.errors import UserError, prefixed
+from unmask.models.backbone import SIZES, BackboneConfig
+from unmask.models.importers.causal import adapt_causal
+from unmask.models.importers.pretrained import load_causal, load_tokenizer
+from unmask.models.importers.smdm import load_smdm
+from unmask.models.importers.vocabulary import vocabulary_of
+from unmask.models.networks import SelectorConfig
+from unmask.models.order_model import (
+    OrderModel,
+    OrderModelConfig,
+    check_memory,
+    with_mask_token,
+    word_level_tokenizer,
+)
+from unmask.recipe import ModelRecipe, OrderRecipe, Recipe, parse_teacher
+from unmask.tasks.task import Task
+
+
+def build_model(recipe: Recipe, task: Task, copies: int) -> OrderModel:
+    """As the seed has it born, or as `init` has it; the caller's random state is left alone.
+
+    copies: how many of all weights the memory must hold to train them.
+    """
+    with torch.random.fork_rng(), torch.device("cpu"):
+        torch.manual_seed(recipe.seed)
+        denoiser = _denoiser(recipe, task, copies)
+        if recipe.order is None:
+            return denoiser
+        model = _with_order(denoiser, recipe.model, recipe.order)
+    if recipe.order.from_init:
+        _take_order(model, recipe.init)
+    return model
+
+
+def without_order(model: OrderModel) -> OrderModel:
+    """A model with a copy of the same denoiser and no order."""
+    with torch.random.fork_rng():  # the weights that a network is born with are drawn from torch's global state
+        plain = OrderModel(dataclasses.replace(model.config, selector=None, scorer=None), model.tokenizer)
+    plain.denoiser.load_state_dict(model.denoiser.state_dict())
+    return plain
+
+
+def check_vocabulary(model: OrderModel, task: Task, where: str) -> None:
+    """The tokens of a model are those of the task, id by id; two vocabularies of one size may still differ."""
+    theirs, ours = vocabulary_of(model.tokenizer)[: model.config.vocab_size], task.vocabulary
+    if len(theirs) != len(ours):
+        raise UserError(
+            f"{where} knows {len(theirs)} tokens, but task {task.name} has {len(ours)}: give the run of the same task"
+        )
+    for index, (token, wanted) in enumerate(zip(theirs, ours, strict=True)):
+        if token != wanted:
+            raise UserError(
+                f"{where} has another tokenizer than task {task.name}: its token {index} is {token!r}, the task's is "
+                f"{wanted!r}: give the run of the same task, with the same data and options"
+            )
+
+
+def _denoiser(recipe: Recipe, task: Task, copies: int) -> OrderModel:
+    """The model without an order: from `init`, from a causal language model, or built anew."""
+    tokenizer = task.text_tokenizer
+    if recipe.init.endswith(".safetensors"):
+        model = _from_smdm(recipe, task, tokenizer)
+    elif recipe.init:
+        model = _from_run(recipe, task)
+    elif recipe.model.causal:
+        model = _from_causal(recipe.model, task, tokenizer)
+    else:
+        config = OrderModelConfig(len(task.vocabulary), _shape(recipe.model, task))
+        check_memory(config, copies)
+        model = OrderModel(config, with_mask_token(tokenizer) if tokenizer else word_level_tokenizer(task.vocabulary))
+    longest = model.config.denoiser.max_length
+    if task.length > longest:
+        raise UserError(
+            f"task {task.name} has sequences of {task.length} tokens, longer than the model's context of {longest}: "
+            + ("start from a run with a longer one" if recipe.init else "raise model.max_length")
+        )
+    return model
+
+
+def _from_run(recipe: Recipe, task: Task) -> OrderModel:
+    loaded, where = OrderModel.from_pretrained(recipe.init), f"init = {recipe.init!r}"
+    check_vocabulary(loaded, task, where)
+    if recipe.model.shape_given:
+        wanted, has = _shape(recipe.model, task), loaded.config.denoiser
+        for name in ("width", "layers", "heads", "intermediate"):
+            if getattr(wanted, name) != getattr(has, name):
+                raise UserError(
+                    f"{where} has {name} {getattr(has, name)}, but the recipe's [model] says {getattr(wanted, name)}: "
+                    "make them agree, or leave the shape out"
+                )
+    return without_order(loaded)
+
+
+def _from_causal(model: ModelRecipe, task: Task, tokenizer: Tokenizer | None) -> OrderModel:
+    if tokenizer is None:
+        raise UserError(f"model.causal writes text, and task {task.name} has none: leave model.causal out")
+    with prefixed(f"model.causal = {model.causal!r}"):
+        causal = load_causal(model.causal)
+        return adapt_causal(causal, tokenizer, shift=model.shift, max_length=model.max_length or task.length)
+
+
+def _from_smdm(recipe: Recipe, task: Task, tokenizer: Tokenizer | None) -> OrderModel:
+    source = str(recipe.task.get("tokenizer", ""))
+    if tokenizer is None or not source:
+        raise UserError(
+            f"init = {recipe.init!r} has no tokenizer in it: set task.tokenizer to a folder with the one that it was "
+            "trained with (TinyLlama's)"
+        )
+    if not recipe.model.shape_given:
+        raise UserError(f"init = {recipe.init!r} does not say its heads: set model.size, such as '170m'")
+    shape = _shape(recipe.model, task)
+    with prefixed("init"):
+        return load_smdm(recipe.init, shape, load_tokenizer(source).tokenizer, tokenizer)
+
+
+def _shape(model: ModelRecipe, task: Task) -> BackboneConfig:
+    with prefixed("model"):
+        return dataclasses.replace(
+            SIZES.get(model.size) or BackboneConfig(model.width, model.layers, model.heads, model.intermediate),
+            max_length=model.max_length or task.length,
+            absolute_positions=model.absolute_positions,
+        )
+
+
+def _with_order(plain: OrderModel, networks: ModelRecipe, order: OrderRecipe) -> OrderModel:
+    """The same denoiser with a fresh selector and scorer."""
+    trunk, selector, scorer = plain.config.denoiser, networks.selector, networks.scorer
+    scorer_width = scorer.width or trunk.width
+    with prefixed("model"):
+        config = dataclasses.replace(
+            plain.config,
+            selector=SelectorConfig(
+                width=selector.width or max(32, trunk.width // 4),
+                layers=selector.layers,
+                heads=selector.heads,
+                budget=order.budget,
+                positions=trunk.max_length if trunk.absolute_positions else 0,
+            ),
+            scorer=dataclasses.replace(
+                trunk,
+                width=scorer_width,
+                layers=scorer.layers,
+                heads=scorer.heads,
+                intermediate=2 * scorer_width,
+                kv_heads=0,
+                head_width=0,
+            ),
+            teacher=parse_teacher(order.teacher).name if order.teacher else "",
+            selection=order.selection,
+            tau=order.tau,
+        )
+        check_memory(config, copies=1)
+        model = OrderModel(config, plain.tokenizer)
+    model.denoiser.load_state_dict(plain.denoiser.state_dict())
+    return model
+
+
+def _take_order(model: OrderModel, source: str) -> None:
+    """The selector and the scorer of another run, in the place of fresh ones.  T and tau may change, shapes may not."""
+    where, found = f"order.from_init: init = {source!r}", OrderModel.from_pretrained(source)
+    theirs, ours = found.config, model.config
+    if theirs.selector is None or theirs.scorer is None or ours.selector is None:
+        raise UserError(f"{where} has no order to train further: name a run that has one, or leave order.from_init out")
+    fits = {
+        "selector": dataclasses.replace(theirs.selector, budget=ours.selector.budget) == ours.selector,
+        "scorer": theirs.scorer == ours.scorer,
+    }
+    for name, fit in fits.items():
+        if not fit:
+            raise UserError(f"{where} has another {name} than [model.{name}] says: make them agree")
+        getattr(model, name).load_state_dict(getattr(found, name).state_dict())
+    if theirs.teacher != ours.teacher:
+        taught = f"by {theirs.teacher}" if theirs.teacher else "by no rule"
+        raise UserError(f"{where} was taught {taught}: set order.teacher = {theirs.teacher!r}")
