@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from unmask.display import in_html
-from unmask.evaluation.compare import Comparison
-from unmask.evaluation.evaluate import BoundReport, Order, Record
-from unmask.files import write_text
+from unmask.errors import UserError
+from unmask.evaluation.bound import BoundReport, read_bound
+from unmask.evaluation.compare import compare
+from unmask.evaluation.records import Record, read_run
+from unmask.files import refuse_link, write_text
 from unmask.jsonl import ResultsError
 from unmask.report.plots import order_picture, pictured, score_plot, shared_plot, svg
 from unmask.report.tables import (
@@ -20,6 +23,7 @@ from unmask.report.tables import (
     area_rows,
     bound_rows,
     by_learned,
+    caption,
     comparison_columns,
     comparison_headings,
     comparison_title,
@@ -28,7 +32,9 @@ from unmask.report.tables import (
     notes,
     ordered,
     rows_of,
+    title,
 )
+from unmask.training.run import load_task
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,11 +46,39 @@ class Section(NamedTuple):
     title: str
     caption: str
     records: list[Record]
-    orders: list[Order]
+    layout: Sequence[Sequence[int]]  # the task's
     bound: BoundReport | None = None
-    comparisons: Sequence[Comparison] = ()
     run: str = ""  # the run's name
-    task: str = ""  # what tells its task apart from others of the same name
+    task: str = ""  # what distinguishes its task from others of the same name
+
+
+def write_report(runs: Sequence[Path], page: Path, trust_task: bool = False, pictures: bool = True) -> None:
+    """Write the page of these runs and, with `pictures`, orders.png into each of them."""
+    names = [run.resolve().name for run in runs]
+    sections = []
+    for run, name in zip(runs, names, strict=True):
+        if not run.is_dir():
+            raise UserError(f"{run}: no such folder; give the folder of an evaluated run")
+        records = read_run(run)
+        if not records:
+            raise UserError(f"{run}/results.jsonl is empty: run `unmask evaluate {run}` first")
+        recipe, task = load_task(run, trust_task)
+        sections.append(
+            Section(
+                title(run, task),
+                caption(recipe, records),
+                records,
+                task.layout,
+                read_bound(run / "bound.json"),
+                name if names.count(name) == 1 else str(run),
+                json.dumps(recipe.task, sort_keys=True),
+            )
+        )
+    write_html(page, sections)
+    for run, section in zip(runs, sections, strict=True):
+        if pictures and (chosen := pictured(section.records)):
+            refuse_link(run / "orders.png")
+            order_picture(chosen, section.layout).savefig(run / "orders.png", dpi=110)
 
 
 def write_html(path: Path, sections: Sequence[Section]) -> None:
@@ -72,24 +106,24 @@ def _shared(sections: Sequence[Section]) -> str:
         shared_plot([(section.run, ordered(section.records)) for section in sections]),
         "Score against steps in all of these runs, with 95% intervals; which denoiser each rule ran on is said below.",
     )
-    title = f"{sections[0].records[0].task}: {', '.join(section.run for section in sections)}"
-    return f"<section><h2>{in_html(title)}</h2>{plot}</section>"
+    heading = f"{sections[0].records[0].spec.task}: {', '.join(section.run for section in sections)}"
+    return f"<section><h2>{in_html(heading)}</h2>{plot}</section>"
 
 
 def _section(section: Section) -> str:
     records = ordered(section.records)
     pictures = _picture(score_plot(records), "Score against steps, with 95% intervals.")
-    if chosen := pictured(section.orders):
+    if chosen := pictured(section.records):
         pictures += _picture(
-            order_picture(chosen),
+            order_picture(chosen, section.layout),
             "Which position is revealed when: a row is a sequence, a column a position, positions that belong together "
             "side by side.",
         )
-    marked = [record.trained_budget is not None for record in records]
+    marked = [record.spec.learned for record in records]
     headings, rows = rows_of(records)
     tables = _html_table(headings, rows, marked)
     tables += _legend(" ".join([*notes(records), legend(headings)]))
-    for comparisons in by_learned(section.comparisons):
+    for comparisons in by_learned(compare(records)):
         tables += f"<h3>{in_html(comparison_title(comparisons[0], records))}</h3>"
         rows = [comparison_columns(comparison) for comparison in comparisons]
         tables += _html_table(comparison_headings(comparisons[0]), rows)
@@ -99,8 +133,7 @@ def _section(section: Section) -> str:
     if section.bound is not None:
         bounds = [list(row) for row in bound_rows(section.bound)]
         tables += _html_table(BOUND_HEADINGS, bounds, [row is bounds[0] for row in bounds])
-    title, caption = in_html(section.title), in_html(section.caption)
-    return f"<section><h2>{title}</h2><p>{caption}</p>{pictures}{tables}</section>"
+    return f"<section><h2>{in_html(section.title)}</h2><p>{in_html(section.caption)}</p>{pictures}{tables}</section>"
 
 
 def _legend(text: str) -> str:

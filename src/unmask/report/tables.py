@@ -2,136 +2,137 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from unmask.display import in_markup
-from unmask.evaluation.compare import Comparison, Result, area, curves
-from unmask.evaluation.evaluate import BoundReport, Order, Record
-from unmask.evaluation.verdicts import IDENTITY
-from unmask.jsonl import ResultsError, fits, read_jsonl, unsealed
+from unmask.evaluation.compare import Comparison, area, compare, curves
+from unmask.evaluation.records import LABELS, Record
+from unmask.recipe import Recipe, continued
+from unmask.tasks.task import Task
+
+if TYPE_CHECKING:
+    from unmask.evaluation.bound import BoundReport
 
 LEARNED_COLOUR = "#c2410c"
 
 
-def read_records(path: Path) -> list[Record]:
-    """The records of a results.jsonl; where the same evaluation was run again, the last one stands."""
-    if not path.exists():
-        raise ResultsError(f"{path} is missing: run `unmask evaluate {path.parent}` first")
-    records = [Record(**values) for values in read_jsonl(path, Record)]
-    return list({tuple(getattr(record, name) for name in IDENTITY): record for record in records}.values())
-
-
-def read_bound(path: Path) -> BoundReport | None:
-    """What `unmask evaluate --bound` left, if it was run."""
-    if not path.exists():
-        return None
-    try:
-        values = unsealed(path.read_text(encoding="utf-8"))
-        if not fits(values, BoundReport):
-            raise ValueError
-        return BoundReport(**values)
-    except (ValueError, TypeError):
-        raise ResultsError(f"{path} is damaged or from another version: run `unmask evaluate --bound` again") from None
-
-
-def read_orders(path: Path) -> list[Order]:
-    return [Order(**values) for values in read_jsonl(path, Order)] if path.exists() else []
-
-
-# The columns of a table, with what the legend says of them; those that no record has are left out.
-HEADINGS = {
-    "policy": "",
+# What the legend says of the columns of a table.
+MEANINGS = {
     "steps": "mean over the sequences, and their range",
-    "range": "",
     "valid": "with its 95% interval",
-    "95%": "",
-    "flexible": "the last number taken for the answer",
     "distinct": "different valid samples, beside the 99% range of that number for as many samples of the true "
     "distribution; (!) marks one outside",
-    "true 99%": "",
     "passes": "denoiser rows evaluated",
-    "denoiser": "",
-}
-NOTHING = "–"
-
-
-# What may differ between the records of one table, and what it is called.
-TOLD_APART = {
-    "temperature": "temperature",
-    "top_p": "top-p",
-    "top_k": "top-k",
-    "guidance": "guidance",
-    "eos_policy": "EOS",
-    "seed": "seed",
-    "num_examples": "examples",
-    "split": "split",
-    "precision": "precision",
-    "trained_seed": "order of seed",  # null for heuristics
 }
 
 
 def name_of(record: Record, among: Sequence[Record]) -> str:
-    """The rule, and whatever else tells the record apart from the others of its table."""
-    return ", ".join([record.policy, *told_apart(record, among)])
+    """The rule, and whatever else distinguishes the record from the others of its table."""
+    return ", ".join([record.spec.policy, *distinctions(record, among)])
 
 
-def told_apart(record: Record, among: Sequence[Record]) -> list[str]:
-    """The settings of a record that others have otherwise."""
+def distinctions(record: Record, among: Sequence[Record]) -> list[str]:
+    """The settings of a record that differ among these."""
     return [
-        f"{what} {value if isinstance(value, str) else f'{value:g}'}"
-        for field, what in TOLD_APART.items()
-        for value in [getattr(record, field)]
-        if value is not None and len({getattr(other, field) for other in among} - {None}) > 1
+        f"{label} {value if isinstance(value, str) else f'{value:g}'}"
+        for field, label in LABELS.items()
+        for value in [getattr(record.spec, field)]
+        if value is not None and len({getattr(other.spec, field) for other in among} - {None}) > 1
     ]
 
 
 def row_name(record: Record, among: Sequence[Record]) -> str:
     """The name with the budget."""
-    name = name_of(record, among)
-    return f"{name} @ {record.budget}" if record.trained_budget is None else f"{name}, T = {record.trained_budget}"
+    name, spec = name_of(record, among), record.spec
+    return f"{name}, T = {spec.trained_budget}" if spec.learned else f"{name} @ {spec.budget}"
 
 
 def columns(record: Record, among: Sequence[Record]) -> dict[str, str]:
-    """What a table of the records `among` says of one of them, by its HEADINGS."""
-    distinct, true_range = NOTHING, NOTHING
-    if record.distinct is not None:
-        distinct = f"{record.distinct}" + ("" if record.diverse else " (!)")
-        true_range = f"{record.distinct_low}–{record.distinct_high}"
+    """What a table of the records `among` says of one of them, by heading; nothing that does not apply to it."""
+    outcome = record.outcome
+    distinct = {
+        "distinct": f"{outcome.distinct}" + ("" if outcome.diverse else " (!)"),
+        "true 99%": f"{outcome.distinct_low}–{outcome.distinct_high}",
+    }
     return {
         "policy": row_name(record, among),
-        "steps": f"{record.mean_steps:.2f}",
-        "range": f"{record.min_steps}–{record.max_steps}",
-        "valid": f"{record.score:.3f}",
-        "95%": f"{record.ci_low:.3f}–{record.ci_high:.3f}",
-        "flexible": NOTHING if record.score_flexible is None else f"{record.score_flexible:.3f}",
-        "distinct": distinct,
-        "true 99%": true_range,
-        "passes": f"{record.num_forwards:,}",
-        "denoiser": record.denoiser[:6],
+        "steps": f"{outcome.mean_steps:.2f}",
+        "range": f"{outcome.fewest_steps}–{outcome.most_steps}",
+        "valid": f"{outcome.score:.3f}",
+        "95%": f"{outcome.ci_low:.3f}–{outcome.ci_high:.3f}",
+        **{name: f"{value:.3f}" for name, value in outcome.metrics.items()},
+        **(distinct if outcome.distinct is not None else {}),
+        "passes": f"{outcome.num_forwards:,}",
+        "denoiser": record.spec.denoiser[:6],
     }
 
 
 def rows_of(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    """The headings and the rows of a table, without the columns that have nothing in any row."""
+    """The headings and the rows of a table."""
     rows = [columns(record, records) for record in records]
-    headings = [heading for heading in HEADINGS if any(row[heading] != NOTHING for row in rows)]
-    return headings, [[row[heading] for heading in headings] for row in rows]
+    order = ["policy", "steps", "range", "valid", "95%", *metric_names(records), "distinct", "true 99%", "passes"]
+    headings = [heading for heading in (*order, "denoiser") if any(heading in row for row in rows)]
+    return headings, [[row.get(heading, "–") for heading in headings] for row in rows]
+
+
+def metric_names(records: Iterable[Record]) -> list[str]:
+    """The task's own metrics that any of the records has."""
+    return list(dict.fromkeys(name for record in records for name in record.outcome.metrics))
 
 
 def legend(headings: Sequence[str]) -> str:
-    return " ".join(f"{heading}: {HEADINGS[heading]}." for heading in headings if HEADINGS.get(heading))
+    return " ".join(f"{heading}: {MEANINGS[heading]}." for heading in headings if heading in MEANINGS)
 
 
 def ordered(records: Sequence[Record]) -> list[Record]:
-    """The learned order first, then each rule by its budget."""
-    return sorted(records, key=lambda r: (r.task, r.trained_budget is None, r.policy, r.budget, r.seed))
+    """The learned orders first, then each rule by its budget."""
+
+    def place(record: Record) -> tuple[object, ...]:
+        spec = record.spec
+        return spec.task, not spec.learned, spec.policy, spec.budget, spec.seed
+
+    return sorted(records, key=place)
+
+
+def title(run: Path, task: Task) -> str:
+    """The task of a run with all that is known about it."""
+    facts = [f"{task.length} tokens"]
+    if task.min_steps is not None:
+        facts.append(f"best possible number of steps {task.min_steps}")
+    if task.entropy is not None:
+        facts.append(f"true entropy {task.entropy:.3f} nats")
+    return f"{run.resolve().name}, {task.name}: {', '.join(facts)}"
+
+
+def caption(recipe: Recipe, records: Sequence[Record]) -> str:
+    """Which denoiser each rule ran on, and how tokens were chosen."""
+
+    def values(field: str) -> str:
+        return " and ".join(f"{value:g}" for value in sorted({getattr(record.spec, field) for record in records}))
+
+    tokens = f"Tokens sampled at temperature {values('temperature')}"
+    for field, off in (("top_p", 1.0), ("top_k", 0), ("guidance", 0.0)):
+        if any(getattr(record.spec, field) != off for record in records):
+            tokens += f", {LABELS[field]} {values(field)}"
+    if any(record.spec.eos_policy != "none" for record in records):
+        tokens += f", end of sequence: {' and '.join(sorted({record.spec.eos_policy for record in records}))}"
+    if recipe.order is None:
+        return f"Every rule runs on the same plainly trained denoiser. {tokens}."
+    if recipe.order.denoiser_rate == 0:
+        return f"The order was learned on a frozen denoiser; every rule runs on those very weights. {tokens}."
+    plain = continued(recipe)
+    return (
+        "The order was learned jointly with the denoiser. The heuristics run on the denoiser as it was before order "
+        f"learning, given as many further plain updates: {plain.updates} of {plain.batch} sequences. {tokens}."
+    )
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,6 @@ class TextTable:
         yield shown
 
 
-MINOR = ("passes", "true 99%", "range", "flexible", "distinct", "95%")
-
-
 def table(records: Sequence[Record], title: str, caption: str) -> TextTable:
     """For the terminal: all but the denoiser's hash, of which the caption tells."""
     records = ordered(records)
@@ -189,29 +187,34 @@ def table(records: Sequence[Record], title: str, caption: str) -> TextTable:
         " ".join([caption, *notes(records)]),
         headings[:-1],
         [row[:-1] for row in rows],
-        MINOR,
-        [record.trained_budget is not None for record in records],
+        ("passes", "true 99%", "range", *metric_names(records), "distinct", "95%"),
+        [record.spec.learned for record in records],
     )
 
 
+def evaluation_tables(run: Path, task: Task, recipe: Recipe, records: Sequence[Record]) -> list[TextTable]:
+    """What `unmask evaluate` prints: the records, every learned order against the heuristics, and the areas."""
+    split = f", {records[0].spec.split}" if hasattr(task, "held_out_splits") else ""
+    shown = [table(records, title(run, task) + split, caption(recipe, records))]
+    shown += [comparison_table(comparisons, records) for comparisons in by_learned(compare(records))]
+    if rows := area_rows(records):
+        shown.append(TextTable("area under score against steps", AREA_LEGEND, AREA_HEADINGS, rows))
+    return shown
+
+
 def notes(records: Sequence[Record]) -> list[str]:
-    """Sentences on examples that are too long, and on rules that select nothing or take back what they wrote."""
-    said = [
-        f"{overlong} of {examples} examples are too long for the model and count as wrong."
-        for overlong, examples in sorted({(record.overlong or 0, record.num_examples) for record in records})
-        if overlong
-    ]
+    """Sentences on rules that select nothing, or mask again what they wrote."""
+    said = []
     for record in ordered(records):
-        can_be_empty = record.selector == "bernoulli" and not record.policy.startswith("lo-arm")
-        if record.nothing_selected or (can_be_empty and record.nothing_selected is not None):
+        spec, outcome, name = record.spec, record.outcome, row_name(record, records)
+        can_be_empty = spec.selector == "bernoulli" and not spec.policy.startswith("lo-arm")
+        if outcome.nothing_selected or (can_be_empty and outcome.nothing_selected is not None):
             said.append(
-                f"{row_name(record, records)} selected nothing in {100 * record.nothing_selected:.2f}% of its steps "
-                "and revealed the most probable position instead."
+                f"{name} selected nothing in {100 * outcome.nothing_selected:.2f}% of its steps and revealed the most "
+                "probable position instead."
             )
-        if record.mean_revisions is not None:
-            said.append(
-                f"{row_name(record, records)} re-masked a position {record.mean_revisions:.3f} times on average."
-            )
+        if outcome.mean_revisions is not None:
+            said.append(f"{name} re-masked a position {outcome.mean_revisions:.3f} times on average.")
     return said
 
 
@@ -225,11 +228,11 @@ COMPARISON_LEGEND = (
 
 def comparison_title(comparison: Comparison, among: Sequence[Record]) -> str:
     learned = comparison.learned
-    return f"{row_name(learned, among)}: {learned.score:.3f} valid in {comparison.mean_steps:.2f} steps"
+    return f"{row_name(learned, among)}: {learned.outcome.score:.3f} valid in {learned.mean_steps:.2f} steps"
 
 
 def comparison_headings(comparison: Comparison) -> list[str]:
-    paper = [f"floor {comparison.floor}", f"max {comparison.learned.max_steps}"]
+    paper = [f"floor {comparison.floor}", f"max {comparison.learned.outcome.most_steps}"]
     return ["against", "equal steps", "difference", "95%", *paper]
 
 
@@ -243,7 +246,8 @@ def comparison_columns(comparison: Comparison) -> list[str]:
             interval = f"{low:+.3f} to {high:+.3f}"
         middle = [f"{comparison.score:.3f}", f"{comparison.difference:+.3f}", interval]
     paper = [
-        "–" if record is None else f"{record.score:.3f}" for record in (comparison.at_floor, comparison.at_maximum)
+        "–" if record is None else f"{record.outcome.score:.3f}"
+        for record in (comparison.at_floor, comparison.at_maximum)
     ]
     return [comparison.policy, *middle, *paper]
 
@@ -256,9 +260,9 @@ def not_comparable(comparisons: Sequence[Comparison]) -> str:
 
 def by_learned(comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
     """The comparisons of each learned order."""
-    found: dict[Record, list[Comparison]] = {}
+    found: dict[str, list[Comparison]] = {}
     for comparison in comparisons:
-        found.setdefault(comparison.learned, []).append(comparison)
+        found.setdefault(comparison.learned.key, []).append(comparison)
     return list(found.values())
 
 
@@ -284,20 +288,16 @@ AREA_LEGEND = (
 def area_rows(records: Sequence[Record]) -> list[list[str]]:
     """Under AREA_HEADINGS, rules with the same range side by side."""
     rows = []
-    for curve in curves(Result(record, None) for record in ordered(records)):
+    for curve in curves(ordered(records)):
         found = area(curve)
         if found is not None:
-            name = name_of(curve[0].record, records)
+            name = name_of(curve[0], records)
             rows.append((found.low, found.high, [name, f"{found.score:.3f}", f"{found.low:.2f}–{found.high:.2f}"]))
     return [row for _, _, row in sorted(rows, key=lambda item: item[:2])]
 
 
-def area_table(rows: list[list[str]]) -> TextTable:
-    return TextTable("area under score against steps", AREA_LEGEND, AREA_HEADINGS, rows)
-
-
 def bound_rows(bound: BoundReport) -> list[tuple[str, str, str]]:
-    """Name, value and standard error of everything that a bound is to be compared with, in nats a token."""
+    """Name, value and standard error of everything that a bound is to be compared with, in nats per token."""
     rows = [(f"learned order, T = {bound.budget}", f"{bound.order_bound:.4f}", f"{bound.order_bound_se:.4f}")]
     for t, (reconstruction, kl) in enumerate(zip(bound.reconstruction, bound.order_kl, strict=True)):
         step = bound.budget - 1 - t
@@ -311,7 +311,7 @@ def bound_rows(bound: BoundReport) -> list[tuple[str, str, str]]:
     return rows
 
 
-BOUND_HEADINGS = ["bound, nats a token", "value", "standard error"]
+BOUND_HEADINGS = ["bound, nats per token", "value", "standard error"]
 
 
 def bound_table(bound: BoundReport, task: str) -> TextTable:

@@ -186,16 +186,13 @@ class GSM8K:
         """The text of one response, up to its first EOS; tokens [L] or [response_length]."""
         return self.text(tokens[-self._response_length :].tolist())
 
-    def overlong(self, ids: Tensor) -> Tensor:
-        """[B] bool: the held-out examples that are too long, and so count as wrong whatever is written."""
-        return torch.from_numpy(self._too_long(self.held_out, ids.numpy() % self.test_examples))
-
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
         return self._right(tokens, examples, self.scoring)
 
-    def valid_flexible(self, tokens: Tensor, examples: Examples) -> Tensor:
-        """The same where the last number is the answer, whatever `scoring` is."""
-        return self._right(tokens, examples, "flexible")
+    def metrics(self, tokens: Tensor, examples: Examples) -> dict[str, Tensor]:
+        """flexible: right where the last number is the answer; overlong: too long, so that it counts as wrong."""
+        overlong = (examples.tokens[:, self.prompt_length :] == _EOS).all(-1)
+        return {"flexible": self._right(tokens, examples, "flexible"), "overlong": overlong}
 
     def _right(self, tokens: Tensor, examples: Examples, scoring: str) -> Tensor:
         right = prompt_kept(tokens, examples) & ((tokens >= 0) & (tokens < len(self.vocabulary))).all(-1)
