@@ -511,12 +511,13 @@ def test_overlong_examples_are_told(task):
     """They stay in the denominator, and nothing is right for them."""
     lengths = replace(task, held_out="test")._pairs("test")[1].lengths.tolist()
     short = replace(task, held_out="test", response_length=min(lengths))
-    overlong = short.overlong(torch.arange(4))
-    assert overlong.tolist() == [length > min(lengths) for length in lengths] * 2
-    assert 0 < overlong.sum() < 4
     examples = short.examples(torch.arange(2), "test")
-    assert short.valid(examples.tokens, examples).tolist() == (~overlong[:2]).tolist()
-    assert not task.overlong(torch.arange(task.test_examples)).any()
+    overlong = short.metrics(examples.tokens, examples)["overlong"]
+    assert overlong.tolist() == [length > min(lengths) for length in lengths]
+    assert 0 < overlong.sum() < 2
+    assert short.valid(examples.tokens, examples).tolist() == (~overlong).tolist()
+    examples = task.examples(torch.arange(task.test_examples), "test")
+    assert not task.metrics(examples.tokens, examples)["overlong"].any()
 
 
 def with_answer(task, examples, text):
@@ -541,9 +542,8 @@ def test_validity(task):
     ):
         tokens = with_answer(task, examples, text)
         assert task.valid(tokens, examples).tolist() == strict, text
-        assert flexible.valid(tokens, examples).tolist() == task.valid_flexible(tokens, examples).tolist() == loose, (
-            text
-        )
+        assert flexible.valid(tokens, examples).tolist() == loose, text
+        assert task.metrics(tokens, examples)["flexible"].tolist() == loose, text
     for place in (0, task.prompt_length - 1, task.length - 1):  # padding, question, response
         for outside in (len(task.vocabulary), -1):
             tokens = examples.tokens.clone()

@@ -73,22 +73,21 @@ def shared_plot(runs: Sequence[tuple[str, Sequence[Record]]]) -> Figure:
     A heuristic that ran on the same denoiser in several runs is one line, with all their names.
     """
     everything = [record for _, records in runs for record in records]
-    lines: dict[tuple[str, ...], tuple[list[str], str, list[Record]]] = {}
+    lines: dict[tuple[bool, str, int, str, str], tuple[list[str], str, list[Record]]] = {}
     for (run, records), marker in zip(runs, cycle(MARKERS), strict=False):
         for record in records:
-            name, spec = name_of(record, everything), record.spec
-            label = f"{name}, T = {spec.trained_budget}" if spec.learned else name
-            names, _, found = lines.setdefault((label, spec.denoiser, run if spec.learned else ""), ([], marker, []))
+            spec = record.spec
+            rule = (spec.learned, name_of(record, everything), spec.trained_budget or 0)
+            names, _, found = lines.setdefault(
+                (*rule, spec.denoiser, run if spec.learned else ""), ([], marker, [])
+            )
             names += [run] if run and run not in names else []
             found += [record] if record not in found else []
-    by_rule = sorted(lines.items(), key=lambda item: (item[1][2][0].spec.learned, item[0][0]))
-    return plot(
-        [
-            Series(", ".join([*names, label]), [[r] for r in sorted(own, key=lambda r: r.mean_steps)], marker)
-            for (label, *_), (names, marker, own) in by_rule
-        ],
-        "valid, %",
-    )
+    series = []
+    for (learned, name, budget, *_), (names, marker, own) in sorted(lines.items(), key=lambda item: item[0][:3]):
+        label = ", ".join([*names, f"{name}, T = {budget}" if learned else name])
+        series.append(Series(label, [[record] for record in sorted(own, key=lambda r: r.mean_steps)], marker))
+    return plot(series, "valid, %")
 
 
 def plot(lines: Sequence[Series], what: str) -> Figure:
