@@ -19,8 +19,9 @@ from unmask import files
 from unmask import recipe as recipe_module
 from unmask.cli import main
 from unmask.decoding.generate import Engine
-from unmask.decoding.policies import RULES, Decision, check_policy
+from unmask.decoding.policies import RULES, Decision, Margin, check_policy
 from unmask.decoding.policies.rule import highest
+from unmask.errors import UserError
 from unmask.evaluation import evaluate as evaluation
 from unmask.evaluation.compare import why_not_won
 from unmask.evaluation.records import read_records, read_run
@@ -445,6 +446,25 @@ def test_evaluate_runs_heuristics_on_the_right_denoiser(base):
     learned, *others = (record["denoiser"] for record in joint)
     assert len(set(others)) == 1
     assert learned not in others
+
+
+def test_the_library_evaluates_as_the_command_line_does(base, run):
+    """A run in its folder, where everything is done already; its model by itself, which leaves no file."""
+    before = contents(run)
+    records = unmask.evaluate(run)
+    assert [(record.key, record.outcome) for record in records] == [
+        (record.key, record.outcome) for record in read_run(base / "frozen")
+    ]
+    model, _, _, task = load_run(run)
+    alone = unmask.evaluate(model, task, ["learned", Margin()], [2], examples=20, seed=0)
+    assert contents(run) == before
+    assert [(record.spec.policy, record.spec.budget) for record in alone] == [("learned", 2), ("margin", 2)]
+    assert (alone[0].verdicts.valid == records[0].verdicts.valid).all()
+    assert alone[0].spec.model == records[0].spec.model == "1x16"
+    with pytest.raises(UserError, match="a model is evaluated on a task: give one"):
+        unmask.evaluate(model)
+    with pytest.raises(UserError, match="a run has a task of its own"):
+        unmask.evaluate(run, task)
 
 
 def test_evaluate_adds_to_the_results_and_prints_a_table(call, run):

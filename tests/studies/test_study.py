@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.evaluation.by_hand import LEARNED
 from tests.evaluation.test_compare import learned, result
-from tests.report.test_report import LEARNED
 from tests.tasks.test_gsm8k import TEST, many, write_jsonl
 from tests.test_cli import call, refused  # noqa: F401
 from tests.training.small import contents, json_lines

@@ -78,9 +78,7 @@ def shared_plot(runs: Sequence[tuple[str, Sequence[Record]]]) -> Figure:
         for record in records:
             spec = record.spec
             rule = (spec.learned, name_of(record, everything), spec.trained_budget or 0)
-            names, _, found = lines.setdefault(
-                (*rule, spec.denoiser, run if spec.learned else ""), ([], marker, [])
-            )
+            names, _, found = lines.setdefault((*rule, spec.denoiser, run if spec.learned else ""), ([], marker, []))
             names += [run] if run and run not in names else []
             found += [record] if record not in found else []
     series = []
