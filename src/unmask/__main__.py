@@ -18,7 +18,7 @@ def main() -> None:
     try:
         from unmask.cli import main as command_line
 
-        command_line()
+        command_line(interrupted=lambda: interrupted)
     except (Exception, KeyboardInterrupt):
         if not interrupted:
             raise

@@ -6,8 +6,9 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -63,8 +64,11 @@ TopK = Annotated[int, typer.Option(help="Sample among this many most probable to
 UsageError: Any = typer.BadParameter.__base__
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run a command; whatever the user can mend is one line on stderr and exit code 2."""
+def main(arguments: list[str] | None = None, interrupted: Callable[[], bool] = lambda: False) -> None:
+    """Run a command; whatever the user can mend is one line on stderr and exit code 2.
+
+    interrupted: whether Ctrl-C was pressed; then the caller handles the error, whatever it is.
+    """
     forced = "--force" in (sys.argv if arguments is None else arguments)
     accept_any_character()
     try:
@@ -77,19 +81,17 @@ def main(arguments: list[str] | None = None) -> None:
     except (UserError, OSError) as error:
         _refuse(str(error), forced)
         sys.exit(2)
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
-            said = str(error) if isinstance(error, MemoryError) else ""
-            _refuse(said or "out of memory: use smaller batches, fewer examples or a smaller model")
+    except Exception as error:
+        if interrupted():  # whatever came of it
+            raise
+        if message := _out_of_memory(error):
+            _refuse(message)
             sys.exit(2)
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not have been imported
-            _refuse("out of GPU memory: try --cpu, or wait until nothing else is on the GPU")
-            sys.exit(2)
-        _report_bug()
-    except Exception:
-        _report_bug()
+        traceback.print_exc()
+        _refuse(f"this is a bug in unmask {unmask.__version__}: please report it with the lines above")
+        sys.exit(1)
     if code == 130:  # typer turns Ctrl-C into this
-        _refuse("interrupted; the same command goes on where it stopped", forced)
+        _refuse("interrupted; the same command resumes where it stopped", forced)
     sys.exit(code)
 
 
@@ -100,11 +102,15 @@ def _refuse(message: str, forced: bool = False) -> None:
     say(f"unmask{'' if rank == '0' else f' (process {rank})'}: {' '.join(message.split())}", err=True)
 
 
-def _report_bug() -> NoReturn:
-    """Whatever else is raised is a mistake of this program, not of its user."""
-    traceback.print_exc()
-    _refuse(f"this is a bug in unmask {unmask.__version__}: please report it with the lines above")
-    sys.exit(1)
+def _out_of_memory(error: Exception) -> str:
+    """What to do about it, if that is the error."""
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not have been imported
+        return "out of GPU memory: try --cpu, or wait until nothing else is on the GPU"
+    if isinstance(error, MemoryError) and str(error):
+        return str(error)
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+        return "out of memory: use smaller batches, fewer examples or a smaller model"
+    return ""
 
 
 def _version(wanted: bool) -> None:
@@ -288,13 +294,14 @@ def evaluate(
 def _evaluate(run: Path, trust_task: bool = False, **options: Any) -> list[Record]:
     """Evaluate a run and print the tables."""
     from unmask.evaluation.plan import evaluate
-    from unmask.report.tables import evaluation_tables
+    from unmask.report.tables import caption, result_tables, title
     from unmask.training.run import load_task
 
     records = evaluate(run, trust_task=trust_task, **options)
     if _is_main():
         recipe, task = load_task(run, trust_task)
-        _print(*evaluation_tables(run, task, recipe, records))
+        split = f", {records[0].spec.split}" if hasattr(task, "held_out_splits") else ""
+        _print(*result_tables(records, title(run, task) + split, caption(recipe, records)))
     return records
 
 

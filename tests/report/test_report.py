@@ -16,7 +16,7 @@ from rich.console import Console
 from tests.evaluation.by_hand import LEARNED, changed, heuristic
 from tests.test_display import HIDDEN
 from unmask.evaluation.bound import BoundReport, read_bound
-from unmask.evaluation.compare import Comparison, compare
+from unmask.evaluation.compare import compare
 from unmask.evaluation.records import append_records, read_records, record_lines
 from unmask.evaluation.verdicts import Verdicts
 from unmask.jsonl import ResultsError
@@ -27,23 +27,18 @@ from unmask.report.plots import (
     colours_of,
     order_picture,
     pictured,
-    score_plot,
     shared_plot,
 )
 from unmask.report.tables import (
-    AREA_HEADINGS,
-    area_rows,
+    area_table,
     bound_table,
-    by_learned,
     columns,
-    comparison_columns,
-    comparison_headings,
     comparison_table,
     notes,
     ordered,
-    rows_of,
-    table,
+    result_tables,
 )
+from unmask.report.tables import record_table as table
 
 RECORDS = [
     heuristic("margin", 16, mean_steps=16.0, score=1.0, ci_low=0.996, ci_high=1.0),
@@ -194,9 +189,9 @@ def test_no_distinct_samples_with_a_prompt():
 
 def test_the_metrics_of_a_task_are_columns():
     scored = changed(LEARNED, metrics={"flexible": 0.9812, "overlong": 0.007})
-    assert rows_of([scored])[0][4:8] == ["95%", "flexible", "overlong", "distinct"]
-    assert rows_of([scored, LEARNED])[1][1][5:7] == ["–", "–"]
-    assert "0.981 " in printed(table([scored], "title", ""), 100)
+    mixed = table([scored, LEARNED], "title", "")
+    assert mixed.headings[4:8] == ["95%", "flexible", "overlong", "distinct"]
+    assert [row[5:7] for row in mixed.rows] == [["0.981", "0.007"], ["–", "–"]]
     assert "flexible" not in printed(table(RECORDS, "title", ""))
 
 
@@ -301,8 +296,8 @@ FAR = [*compare([LEARNED, heuristic("margin", 16, mean_steps=16.0)])]
 def test_columns_of_a_comparison():
     """0.02 x 0.1 + 0.98 x 0.3 = 0.296 at 1.98 steps; without verdicts there is no interval."""
     (found,) = COMPARED
-    shown = dict(zip(comparison_headings(found), comparison_columns(found), strict=True))
-    assert shown == {
+    shown = comparison_table([found], [LEARNED])
+    assert dict(zip(shown.headings, shown.rows[0], strict=True)) == {
         "against": "iid",
         "equal steps": "0.296",
         "difference": "+0.677",
@@ -311,7 +306,7 @@ def test_columns_of_a_comparison():
         "max 2": "0.300",
     }
     certain = dataclasses.replace(found, difference=-0.0123, interval=(-0.0201, 0.0049))
-    assert comparison_columns(certain)[2:4] == ["-0.012", "-0.020 to +0.005"]
+    assert comparison_table([certain], [LEARNED]).rows[0][2:4] == ["-0.012", "-0.020 to +0.005"]
 
 
 def test_what_cannot_be_compared_is_said_instead_of_a_number():
@@ -331,9 +326,15 @@ def test_the_comparison_table_fits_in_80_columns():
     assert "-0.100 to +0.100" in text
 
 
-def test_comparisons_are_told_by_their_learned_order():
-    other = Comparison(changed(LEARNED, budget=5, trained_budget=5), "iid", 0, "", 0, None, None, None)
-    assert by_learned([COMPARED[0], other, FAR[0]]) == [[COMPARED[0], FAR[0]], [other]]
+def test_every_learned_order_has_a_table_of_comparisons():
+    other = changed(LEARNED, budget=5, trained_budget=5)
+    titles = [shown.title for shown in result_tables([LEARNED, ONE, other, TWO], "records")]
+    assert titles == [
+        "records",
+        "learned, T = 2: 0.973 valid in 1.98 steps",
+        "learned, T = 5: 0.973 valid in 1.98 steps",
+        "area under score against steps",
+    ]
 
 
 def test_areas_are_told_with_their_range():
@@ -343,7 +344,7 @@ def test_areas_are_told_with_their_range():
         *(heuristic("a", steps, mean_steps=float(steps), score=0.5) for steps in (2, 3)),
         *(heuristic("c", steps, mean_steps=float(steps), score=1.0) for steps in (4, 1)),
     ]
-    assert area_rows([LEARNED, *rules]) == [
+    assert area_table([LEARNED, *rules]).rows == [
         ["b", "0.625", "1.00–4.00"],
         ["c", "1.000", "1.00–4.00"],
         ["a", "0.500", "2.00–3.00"],
@@ -423,14 +424,14 @@ def test_order_pictures_of_any_budget(budget):
 
 @pytest.mark.parametrize("records", [RECORDS[:1], [LEARNED], RECORDS], ids=["a heuristic", "an order", "several"])
 def test_score_plots(records):
-    figure = score_plot(records)
+    figure = shared_plot([("", records)])
     labels = {text.get_text() for text in figure.axes[0].get_legend().get_texts()}
     assert labels == {record.spec.policy + (", T = 2" if record.spec.learned else "") for record in records}
     figure.savefig(io.BytesIO(), format="png")
 
 
 def test_a_score_plot_shows_every_record():
-    axes = score_plot(RECORDS).axes[0]
+    axes = shared_plot([("", RECORDS)]).axes[0]
     points = {
         (round(x, 4), round(y, 4))
         for container in axes.containers
@@ -546,11 +547,11 @@ def test_the_page_holds_both_plots_and_the_table(page):
     parsed = Page(page)
     assert parsed.count["svg"] == 2
     assert parsed.count["figure"] == 2
-    headings, rows = rows_of(ordered(PICTURED))
-    cells = [*headings, *(cell for row in rows for cell in row)]
+    shown = table(PICTURED, "", "")
+    cells = [*shown.headings, *(cell for row in shown.rows for cell in row)]
     assert parsed.cells[: len(cells)] == cells
     # iid runs from 2 to 4 in this table: (0.012 + 0.13) / 2
-    assert parsed.cells[-6:] == [*AREA_HEADINGS, "iid", "0.071", "1.98–3.90"]
+    assert parsed.cells[-6:] == ["rule", "mean score", "over steps", "iid", "0.071", "1.98–3.90"]
 
 
 def test_the_page_escapes(page):
@@ -578,7 +579,8 @@ def test_the_page_tells_the_comparison(tmp_path):
     write_html(path, [Section("one", "which denoiser", [paper, ONE, TWO, far], LAYOUT)])
     text = path.read_text()
     cells = Page(text).cells
-    for part in (*comparison_headings(COMPARED[0]), *comparison_columns(COMPARED[0]), *AREA_HEADINGS, "1.00–2.00"):
+    compared = comparison_table(COMPARED, [LEARNED])
+    for part in (*compared.headings, *compared.rows[0], "mean score", "1.00–2.00"):
         assert part in cells
     assert "Not comparable: margin: evaluate it at 1 and 2 steps, if it can run there." in text
     assert "selected nothing in 1.23% of its steps" in text
@@ -656,7 +658,7 @@ def test_what_differs_between_records_is_in_their_names():
     sampled = heuristic("iid", 2)
     names = [columns(record, [greedy, sampled])["policy"] for record in (greedy, sampled)]
     assert names == ["iid, temperature 0 @ 2", "iid, temperature 1 @ 2"]
-    figure = score_plot([greedy, sampled])
+    figure = shared_plot([("", [greedy, sampled])])
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [
         "iid, temperature 0",
         "iid, temperature 1",

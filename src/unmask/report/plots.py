@@ -62,13 +62,8 @@ class Series(NamedTuple):
         return [mean(getattr(record.outcome, field) for record in point) for point in self.points]
 
 
-def score_plot(records: Sequence[Record]) -> Figure:
-    """The records of one run."""
-    return shared_plot([("", records)])
-
-
 def shared_plot(runs: Sequence[tuple[str, Sequence[Record]]]) -> Figure:
-    """The records of several runs of one task, given with their names; one marker per run.
+    """The records of runs of one task, given with their names; one marker per run.
 
     A heuristic that ran on the same denoiser in several runs is one line, with all their names.
     """

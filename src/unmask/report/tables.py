@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,23 +75,6 @@ def columns(record: Record, among: Sequence[Record]) -> dict[str, str]:
     }
 
 
-def rows_of(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    """The headings and the rows of a table."""
-    rows = [columns(record, records) for record in records]
-    order = ["policy", "steps", "range", "valid", "95%", *metric_names(records), "distinct", "true 99%", "passes"]
-    headings = [heading for heading in (*order, "denoiser") if any(heading in row for row in rows)]
-    return headings, [[row.get(heading, "–") for heading in headings] for row in rows]
-
-
-def metric_names(records: Iterable[Record]) -> list[str]:
-    """The task's own metrics that any of the records has."""
-    return list(dict.fromkeys(name for record in records for name in record.outcome.metrics))
-
-
-def legend(headings: Sequence[str]) -> str:
-    return " ".join(f"{heading}: {MEANINGS[heading]}." for heading in headings if heading in MEANINGS)
-
-
 def ordered(records: Sequence[Record]) -> list[Record]:
     """The learned orders first, then each rule by its budget."""
 
@@ -136,8 +119,8 @@ def caption(recipe: Recipe, records: Sequence[Record]) -> str:
 
 
 @dataclass(frozen=True)
-class TextTable:
-    """A table for the terminal: names to the left, which may take several lines, numbers to the right.
+class ResultTable:
+    """A table, which rich prints: names to the left, which may take several lines, numbers to the right.
 
     Where it is too wide, whole columns are left out, the first of `minor` first, and the caption says which: no number
     is cut, and names have 16 characters at least if they need them.
@@ -149,20 +132,25 @@ class TextTable:
     rows: list[list[str]]
     minor: Sequence[str] = ()
     marked: Sequence[bool] = ()  # the rows of learned orders
+    hidden: Sequence[str] = ()  # columns for pages only
+
+    def legend(self, headings: Iterable[str]) -> str:
+        """The caption and the meaning of these columns."""
+        return " ".join(filter(None, [self.caption, *(f"{h}: {MEANINGS[h]}." for h in headings if h in MEANINGS)]))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         cells = {heading: column for heading, *column in zip(self.headings, *self.rows, strict=True)}
-        widths = {heading: max(map(len, (heading, *column))) for heading, column in cells.items()}
+        widths = {h: max(map(len, (h, *column))) for h, column in cells.items() if h not in self.hidden}
         widths[self.headings[0]] = min(16, widths[self.headings[0]])
         for heading in self.minor:
             if heading in widths and sum(widths.values()) + 2 * len(widths) > options.max_width:
                 del widths[heading]
-        left_out = [heading for heading in cells if heading not in widths]
-        note = f"No room for: {', '.join(left_out)}." if left_out else ""
+        left_out = [heading for heading in cells if heading not in widths and heading not in self.hidden]
+        note = f" No room for: {', '.join(left_out)}." if left_out else ""
         shown = Table(
             title=in_markup(self.title),
             title_justify="left",
-            caption=in_markup(" ".join(filter(None, (self.caption, legend(list(widths)), note)))),
+            caption=in_markup((self.legend(widths) + note).strip()),
             caption_justify="left",
             box=box.SIMPLE_HEAD,
             pad_edge=False,
@@ -178,28 +166,30 @@ class TextTable:
         yield shown
 
 
-def table(records: Sequence[Record], title: str, caption: str) -> TextTable:
-    """For the terminal: all but the denoiser's hash, of which the caption tells."""
+def result_tables(records: Sequence[Record], title: str = "", caption: str = "") -> list[ResultTable]:
+    """The records, every learned order against the heuristics, and the areas under score against steps."""
+    by_order = groupby(compare(records), lambda comparison: comparison.learned.key)
+    shown = [record_table(records, title, caption)]
+    shown += [comparison_table(list(comparisons), records) for _, comparisons in by_order]
+    areas = area_table(records)
+    return [*shown, areas] if areas.rows else shown
+
+
+def record_table(records: Sequence[Record], title: str, caption: str) -> ResultTable:
     records = ordered(records)
-    headings, rows = rows_of(records)
-    return TextTable(
+    rows = [columns(record, records) for record in records]
+    metrics = dict.fromkeys(name for record in records for name in record.outcome.metrics)
+    order = ["policy", "steps", "range", "valid", "95%", *metrics, "distinct", "true 99%", "passes", "denoiser"]
+    headings = [heading for heading in order if any(heading in row for row in rows)]
+    return ResultTable(
         title,
-        " ".join([caption, *notes(records)]),
-        headings[:-1],
-        [row[:-1] for row in rows],
-        ("passes", "true 99%", "range", *metric_names(records), "distinct", "95%"),
+        " ".join(filter(None, [caption, *notes(records)])),
+        headings,
+        [[row.get(heading, "–") for heading in headings] for row in rows],
+        ("passes", "true 99%", "range", *metrics, "distinct", "95%"),
         [record.spec.learned for record in records],
+        ("denoiser",),  # of which the caption tells
     )
-
-
-def evaluation_tables(run: Path, task: Task, recipe: Recipe, records: Sequence[Record]) -> list[TextTable]:
-    """What `unmask evaluate` prints: the records, every learned order against the heuristics, and the areas."""
-    split = f", {records[0].spec.split}" if hasattr(task, "held_out_splits") else ""
-    shown = [table(records, title(run, task) + split, caption(recipe, records))]
-    shown += [comparison_table(comparisons, records) for comparisons in by_learned(compare(records))]
-    if rows := area_rows(records):
-        shown.append(TextTable("area under score against steps", AREA_LEGEND, AREA_HEADINGS, rows))
-    return shown
 
 
 def notes(records: Sequence[Record]) -> list[str]:
@@ -226,94 +216,60 @@ COMPARISON_LEGEND = (
 )
 
 
-def comparison_title(comparison: Comparison, among: Sequence[Record]) -> str:
-    learned = comparison.learned
-    return f"{row_name(learned, among)}: {learned.outcome.score:.3f} valid in {learned.mean_steps:.2f} steps"
-
-
-def comparison_headings(comparison: Comparison) -> list[str]:
-    paper = [f"floor {comparison.floor}", f"max {comparison.learned.outcome.most_steps}"]
-    return ["against", "equal steps", "difference", "95%", *paper]
-
-
-def comparison_columns(comparison: Comparison) -> list[str]:
-    """What is shown of a comparison under its headings."""
-    middle = ["not comparable", "–", "–"]
-    if comparison.score is not None and comparison.difference is not None:
-        interval = "–"
-        if comparison.interval is not None:
-            low, high = comparison.interval
-            interval = f"{low:+.3f} to {high:+.3f}"
-        middle = [f"{comparison.score:.3f}", f"{comparison.difference:+.3f}", interval]
-    paper = [
-        "–" if record is None else f"{record.outcome.score:.3f}"
-        for record in (comparison.at_floor, comparison.at_maximum)
-    ]
-    return [comparison.policy, *middle, *paper]
-
-
-def not_comparable(comparisons: Sequence[Comparison]) -> str:
-    """Why, and what to do about it: a sentence, empty where all are comparable."""
-    reasons = [f"{comparison.policy}: {comparison.missing}" for comparison in comparisons if comparison.missing]
-    return f"Not comparable: {'; '.join(reasons)}." if reasons else ""
-
-
-def by_learned(comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
-    """The comparisons of each learned order."""
-    found: dict[str, list[Comparison]] = {}
-    for comparison in comparisons:
-        found.setdefault(comparison.learned.key, []).append(comparison)
-    return list(found.values())
-
-
-def comparison_table(comparisons: Sequence[Comparison], among: Sequence[Record]) -> TextTable:
-    """One learned order against each heuristic, for the terminal."""
-    headings = comparison_headings(comparisons[0])
-    return TextTable(
-        comparison_title(comparisons[0], among),
-        f"{not_comparable(comparisons)} {COMPARISON_LEGEND}".strip(),
+def comparison_table(comparisons: Sequence[Comparison], among: Sequence[Record]) -> ResultTable:
+    """One learned order against each heuristic; `among`: all records that are shown."""
+    learned = comparisons[0].learned
+    outcome = learned.outcome
+    headings = ["against", "equal steps", "difference", "95%"]
+    headings += [f"floor {comparisons[0].floor}", f"max {outcome.most_steps}"]
+    rows = []
+    for found in comparisons:
+        middle = ["not comparable", "–", "–"]
+        if found.score is not None and found.difference is not None:
+            interval = "{:+.3f} to {:+.3f}".format(*found.interval) if found.interval else "–"
+            middle = [f"{found.score:.3f}", f"{found.difference:+.3f}", interval]
+        paper = ["–" if r is None else f"{r.outcome.score:.3f}" for r in (found.at_floor, found.at_maximum)]
+        rows.append([found.policy, *middle, *paper])
+    missing = "; ".join(f"{found.policy}: {found.missing}" for found in comparisons if found.missing)
+    return ResultTable(
+        f"{row_name(learned, among)}: {outcome.score:.3f} valid in {learned.mean_steps:.2f} steps",
+        (f"Not comparable: {missing}. " if missing else "") + COMPARISON_LEGEND,
         headings,
-        [comparison_columns(comparison) for comparison in comparisons],
+        rows,
         minor=headings[:2:-1],
     )
 
 
-AREA_HEADINGS = ["rule", "mean score", "over steps"]
 AREA_LEGEND = (
     "mean score: the area under score against mean steps, divided by the width of the range. Two rules can be compared "
     "by it only where their ranges are the same."
 )
 
 
-def area_rows(records: Sequence[Record]) -> list[list[str]]:
-    """Under AREA_HEADINGS, rules with the same range side by side."""
-    rows = []
-    for curve in curves(ordered(records)):
-        found = area(curve)
-        if found is not None:
-            name = name_of(curve[0], records)
-            rows.append((found.low, found.high, [name, f"{found.score:.3f}", f"{found.low:.2f}–{found.high:.2f}"]))
-    return [row for _, _, row in sorted(rows, key=lambda item: item[:2])]
+def area_table(records: Sequence[Record]) -> ResultTable:
+    """Rules with the same range are next to each other."""
+    areas = [(area(curve), name_of(curve[0], records)) for curve in curves(ordered(records))]
+    found = sorted(((known, name) for known, name in areas if known), key=lambda item: item[0][1:])
+    rows = [[name, f"{known.score:.3f}", f"{known.low:.2f}–{known.high:.2f}"] for known, name in found]
+    return ResultTable("area under score against steps", AREA_LEGEND, ["rule", "mean score", "over steps"], rows)
 
 
-def bound_rows(bound: BoundReport) -> list[tuple[str, str, str]]:
-    """Name, value and standard error of everything that a bound is to be compared with, in nats per token."""
-    rows = [(f"learned order, T = {bound.budget}", f"{bound.order_bound:.4f}", f"{bound.order_bound_se:.4f}")]
+def bound_table(bound: BoundReport, run: str) -> ResultTable:
+    """The learned order's bound, and what it is to be compared with."""
+    rows = [[f"learned order, T = {bound.budget}", f"{bound.order_bound:.4f}", f"{bound.order_bound_se:.4f}"]]
     for t, (reconstruction, kl) in enumerate(zip(bound.reconstruction, bound.order_kl, strict=True)):
         step = bound.budget - 1 - t
-        rows.append((f"  step {step} (t = {t}): reconstruction, order KL", f"{reconstruction:.4f}, {kl:.4f}", ""))
+        rows.append([f"  step {step} (t = {t}): reconstruction, order KL", f"{reconstruction:.4f}, {kl:.4f}", ""])
     name = f"plain denoiser, IID order, {bound.budget} steps"
-    rows.append((name, f"{bound.mdm_bound:.4f}", f"{bound.mdm_bound_se:.4f}"))
+    rows.append([name, f"{bound.mdm_bound:.4f}", f"{bound.mdm_bound_se:.4f}"])
     if bound.true_log_likelihood is not None:
-        rows.append(("true log-likelihood of the same sequences", f"{bound.true_log_likelihood:.4f}", "exact"))
+        rows.append(["true log-likelihood of the same sequences", f"{bound.true_log_likelihood:.4f}", "exact"])
     if bound.entropy is not None:
-        rows.append(("minus the true entropy, the limit", f"{-bound.entropy:.4f}", "exact"))
-    return rows
-
-
-BOUND_HEADINGS = ["bound, nats per token", "value", "standard error"]
-
-
-def bound_table(bound: BoundReport, task: str) -> TextTable:
-    title = f"{task}: held-out bounds, {bound.num_examples} sequences"
-    return TextTable(title, "", BOUND_HEADINGS, [list(row) for row in bound_rows(bound)])
+        rows.append(["minus the true entropy, the limit", f"{-bound.entropy:.4f}", "exact"])
+    return ResultTable(
+        f"{run}: held-out bounds, {bound.num_examples} sequences",
+        "",
+        ["bound, nats per token", "value", "standard error"],
+        rows,
+        marked=[True] + [False] * (len(rows) - 1),
+    )

@@ -14,7 +14,7 @@ from unmask.evaluation.compare import PLAIN_RULES, Gain
 from unmask.evaluation.records import COMPARED, EvaluationSpec, Record, read_records
 from unmask.jsonl import ResultsError, read_jsonl
 from unmask.report.plots import Series, plot, svg
-from unmask.report.tables import distinctions, metric_names
+from unmask.report.tables import distinctions
 from unmask.studies.study import Done, read_done
 
 BEGIN = "<!-- Written by `unmask report --markdown`: do not edit. -->"
@@ -137,7 +137,7 @@ Rows = tuple[list[str], list[list[str]]]
 
 def _orders(records: Sequence[Record], gains: Sequence[Gain]) -> Rows:
     """Every seed of every order, and below the seeds of a group their mean with the gain."""
-    metrics = [name for name in metric_names(records) if len(_values(records, name)) > 1]
+    metrics = [name for name, values in _metrics(records).items() if len(values) > 1]
     headings = ["order", "T", "seed", "steps", "range", "solved", "95%", *metrics, "best of three", "gain"]
     rows = []
     best = {_group(gain): gain for gain in gains if gain.best}
@@ -181,15 +181,17 @@ def _orders(records: Sequence[Record], gains: Sequence[Gain]) -> Rows:
     return headings, rows
 
 
-def _values(records: Sequence[Record], metric: str) -> set[float | None]:
-    return {record.outcome.metrics.get(metric) for record in records}
+def _metrics(records: Sequence[Record]) -> dict[str, set[float | None]]:
+    """The different values of each metric."""
+    names = dict.fromkeys(name for record in records for name in record.outcome.metrics)
+    return {name: {record.outcome.metrics.get(name) for record in records} for name in names}
 
 
 def _constants(records: Sequence[Record]) -> str:
     """The metrics that are the same for all rules, as numbers of problems: properties of the problems themselves."""
     number = records[0].spec.num_examples
-    constant = {name: _values(records, name) for name in metric_names(records)}
-    said = [f"{name}: {round(number * (values.pop() or 0)):,}" for name, values in constant.items() if len(values) == 1]
+    constant = {name: values.pop() for name, values in _metrics(records).items() if len(values) == 1}
+    said = [f"{name}: {round(number * (value or 0)):,}" for name, value in constant.items()]
     return f" ({', '.join(said)})" if said else ""
 
 
