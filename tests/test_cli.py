@@ -12,7 +12,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 import unmask
-from tests.evaluation.by_hand import LEARNED, changed, flat_lines, heuristic
+from tests.evaluation.by_hand import flat_lines
 from tests.test_display import HIDDEN
 from tests.training.small import TINY_RECIPE, contents, json_lines
 from unmask import files
@@ -23,7 +23,6 @@ from unmask.decoding.policies import RULES, Decision, Margin, check_policy
 from unmask.decoding.policies.rule import highest
 from unmask.errors import UserError
 from unmask.evaluation import evaluate as evaluation
-from unmask.evaluation.compare import why_not_won
 from unmask.evaluation.records import read_records, read_run
 from unmask.models.order_model import weights_hash
 from unmask.tasks.puzzles.groups import Groups
@@ -130,7 +129,7 @@ def test_a_full_gpu(base, refused, tmp_path, monkeypatch, stage, options, expect
     sets = [word for option in options for word in ("--set", option)]
     message = refused("train", base / "tiny.toml", "--out", tmp_path / "run", *sets)
     assert expected in message
-    assert ("goes on from its last checkpoint" in message) == ("one sequence at a time" not in expected)
+    assert ("resumes from its last checkpoint" in message) == ("one sequence at a time" not in expected)
 
 
 def test_a_gpu_recipe_on_a_cpu_without_bf16(base, call, tmp_path, monkeypatch):
@@ -175,23 +174,11 @@ def test_train_never_overwrites_without_force(base, call, refused, run):
 
 WRONG_TRAINING = {
     "unknown task": (["--set", "task.name=gruops"], "unknown task 'gruops'; did you mean 'groups'?"),
-    "unknown task option": (["--set", "task.symbol=3"], "did you mean 'symbols'?"),
-    "unknown policy": (["--set", "evaluate.policies=['magrin']"], "did you mean 'margin'?"),
     "unknown key": (["--set", "order.bugdet=3"], "did you mean 'budget'?"),
     "T < 1": (["--set", "order.budget=0"], "budget (T) must be at least 2, got 0"),
-    "tau = 0": (["--set", "order.tau=0"], "tau must be above 0"),
-    "tau < 0": (["--set", "order.tau=-0.5"], "tau must be above 0"),
-    "k < 2": (["--set", "order.trajectories=1"], "trajectories (k) must be at least 2 with leave-one-out"),
     "too long": (["--set", "model.max_length=3"], "longer than the model's context of 3: raise model.max_length"),
     "no init": (["--set", "init=nowhere"], "init = 'nowhere': no such folder or file"),
     "not key=value": (["--set", "order.budget"], "key=value"),
-    "nothing learned": (["--set", "order.selector_rate=0", "--set", "order.scorer_rate=0"], "all 0"),
-    "a seed of 80 bits": (["--set", f"seed={2**80}"], "seed must fit in 64 bits"),
-    "an unknown size": (
-        [part for name in ("width", "layers", "heads", "intermediate") for part in ("--set", f"model.{name}=0")]
-        + ["--set", "model.size=7m"],
-        "model.size = '7m' is unknown; did you mean '75m'? choose from",
-    ),
 }
 
 
@@ -227,32 +214,31 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("command", READERS.values(), ids=READERS.keys())
-def test_a_missing_run(refused, tmp_path, command):
-    message = refused(command[0], tmp_path / "nowhere", *command[1:])
-    assert "no such folder; give the" in message
+def test_a_missing_run(refused, tmp_path):
+    for command in READERS.values():
+        assert "no such folder; give the" in refused(command[0], tmp_path / "nowhere", *command[1:])
     assert not (tmp_path / "nowhere").exists()
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "recipe.json"])
-@pytest.mark.parametrize("command", list(READERS.values())[:3], ids=list(READERS)[:3])
-def test_a_half_written_run(refused, run, command, missing):
+def test_a_half_written_run(refused, run, missing):
     (run / missing).unlink()
     before = contents(run)
-    message = refused(command[0], run, *command[1:])
-    assert missing in message
-    assert "from a copy" in message
+    for command in list(READERS.values())[:3]:
+        message = refused(command[0], run, *command[1:])
+        assert missing in message
+        assert "from a copy" in message
     assert contents(run) == before
 
 
-@pytest.mark.parametrize("command", list(READERS.values())[:3], ids=list(READERS)[:3])
-def test_a_run_of_another_version(refused, run, command):
+def test_a_run_of_another_version(refused, run):
     config = json.loads((run / "config.json").read_text())
     files.write_listed(run, "config.json", json.dumps({**config, "format_version": 99}))
     before = contents(run)
-    message = refused(command[0], run, *command[1:])
-    assert "format version 99" in message
-    assert "train again" in message
+    for command in list(READERS.values())[:3]:
+        message = refused(command[0], run, *command[1:])
+        assert "format version 99" in message
+        assert "train again" in message
     assert contents(run) == before
 
 
@@ -287,8 +273,6 @@ WRONG_OPTIONS = {
         "unknown policy 'magrin'; did you mean 'margin'? choose from",
     ),
     "a parameter out of range": (["evaluate", "{run}", "--policy", "threshold:2"], "threshold"),
-    "a parameter too many": (["evaluate", "{run}", "--policy", "margin:2"], "margin has no place for '2'"),
-    "a rule that cannot be read": (["evaluate", "{run}", "--policy", "blocks(4,margin"], "cannot read the policy"),
     "blocks larger than the response": (
         ["evaluate", "{run}", "--policy", "blocks(5,margin)", "--steps", "2"],
         "blocks of 5 are larger than a response of 4 tokens",
@@ -302,12 +286,7 @@ WRONG_OPTIONS = {
         "--steps must be between 1 and 65,536, got 0",
     ),
     "steps of another order": (["evaluate", "{run}", "--policy", "learned", "--steps", "3"], "trained for T = 2"),
-    "steps of another order, one at a time": (
-        ["evaluate", "{run}", "--policy", "lo-arm", "--steps", "3"],
-        "trained for T = 2",
-    ),
     "no examples": (["evaluate", "{run}", "--examples", "0"], "--examples"),
-    "negative temperature": (["evaluate", "{run}", "--temperature", "-1"], "--temperature"),
     "negative top-p": (["evaluate", "{run}", "--top-p", "-1"], "top_p must be above 0 and at most 1, got -1"),
     "top-k of one that is greedy": (
         ["evaluate", "{run}", "--top-k", "2", "--temperature", "0"],
@@ -317,9 +296,6 @@ WRONG_OPTIONS = {
         ["evaluate", "{run}", "--min-length", "3"],
         "task groups has no end of sequence (eos_token_id): leave out --min-length and --stop-at-eos",
     ),
-    "no end of sequence to stop at": (["evaluate", "{run}", "--stop-at-eos"], "no end of sequence"),
-    "one bad budget of two": (["evaluate", "{run}", "--steps", "2", "--steps", "0"], "between 1 and 65,536, got 0"),
-    "one bad policy of two": (["evaluate", "{run}", "--policy", "iid", "--policy", "idd"], "unknown policy 'idd'"),
     "a bound of tokens": (["evaluate", "{run}", "--bound", "--top-k", "2"], "--bound takes no"),
     "sample: top-p of one that is greedy": (
         ["sample", "{run}", "--temperature", "0", "--top-p", "0.5"],
@@ -327,13 +303,8 @@ WRONG_OPTIONS = {
     ),
     "no trajectories": (["evaluate", "{run}", "--bound", "--trajectories", "0"], "--trajectories"),
     "a bound of one": (["evaluate", "{run}", "--bound", "--examples", "1"], "at least 2 examples"),
-    "sample: unknown policy": (
-        ["sample", "{run}", "--policy", "magrin"],
-        "unknown policy 'magrin'; did you mean 'margin'? choose from",
-    ),
     "sample: steps 0": (["sample", "{run}", "--steps", "0"], "--steps"),
     "sample: steps of another order": (["sample", "{run}", "--steps", "3"], "trained for T = 2"),
-    "sample: no sequences": (["sample", "{run}", "--num", "0"], "--num"),
     "sample: infinite temperature": (["sample", "{run}", "--temperature", "inf"], "temperature"),
     "no command": (["trian"], "No such command 'trian'"),
     "no option": (["sample", "{run}", "--fancy"], "--fancy"),
@@ -518,14 +489,6 @@ def test_rules_of_every_kind(call, run):
     assert contents(run) == before, "kept, like all others"
 
 
-def test_blocks_of_the_whole_response_are_the_rule_itself(call, run):
-    assert call("evaluate", run, "--policy", "margin", "--policy", "blocks(4,margin)", "--steps", "2")[0] == 0
-    own, blocks = flat_lines(run / "results.jsonl")[7:]
-    assert (own["policy"], blocks["policy"]) == ("margin", "blocks(4,margin)")
-    differ = {"key", "policy", "seconds"}
-    assert {k: v for k, v in own.items() if k not in differ} == {k: v for k, v in blocks.items() if k not in differ}
-
-
 def test_whatever_a_network_decides_runs_on_its_own_denoiser(base, call, tmp_path):
     """In a joint run the heuristics have another one; and the records have the hash of the selector."""
     run = shutil.copytree(base / "joint", tmp_path / "run")
@@ -553,19 +516,6 @@ def test_a_rule_named_twice_runs_once(call, run):
     assert code == 0
     assert [r["policy"] for r in flat_lines(run / "results.jsonl")[7:]] == ["threshold:0.9"]
     assert text.count("threshold:0.9 @") == 1
-
-
-def test_guidance_doubles_the_passes(call, run):
-    options = ["evaluate", run, "--policy", "top-prob", "--policy", "lo-arm", "--steps", "2"]
-    assert call(*options)[0] == call(*options, "--guidance", "1.5")[0] == 0
-    records = [
-        r for r in flat_lines(run / "results.jsonl") if r["budget"] == 2 and r["policy"] in ("top-prob", "lo-arm")
-    ]
-    plain, guided = ({r["policy"]: r for r in records if r["guidance"] == weight} for weight in (0, 1.5))
-    for policy in ("top-prob", "lo-arm"):
-        assert guided[policy]["mean_steps"] == plain[policy]["mean_steps"] == 2
-        assert (plain[policy]["mean_passes"], guided[policy]["mean_passes"]) == (2, 4)
-        assert guided[policy]["num_forwards"] == 2 * plain[policy]["num_forwards"]
 
 
 def test_compile_reaches_the_engine_and_changes_nothing(call, base, run, monkeypatch):
@@ -837,13 +787,6 @@ def test_without_verdicts_there_is_no_interval(call, run):
     assert "<td>–</td>" in page
 
 
-def test_a_budget_larger_than_the_response_is_allowed(call, run):
-    code, _, _ = call("evaluate", run, "--policy", "top-prob", "--steps", "50", "--examples", "3")
-    assert code == 0
-    record = flat_lines(run / "results.jsonl")[-1]
-    assert (record["budget"], record["most_steps"]) == (50, 4)
-
-
 def test_the_table_says_what_the_heuristics_ran_on(base, call, tmp_path):
     shutil.copytree(base / "joint", tmp_path / "joint")
     _, text, _ = call("evaluate", tmp_path / "joint", "--examples", "3")
@@ -897,11 +840,10 @@ def test_sample_prints_sequences(call, run):
     assert contents(run) == before
 
 
-@pytest.mark.parametrize("rule", NEW_RULES)
-def test_sample_takes_any_rule(call, run, rule):
-    code, text, _ = call("sample", run, "--num", "3", "--policy", rule)
+def test_sample_takes_any_rule(call, run):
+    code, text, _ = call("sample", run, "--num", "3", *(word for rule in NEW_RULES for word in ("--policy", rule)))
     assert code == 0
-    assert len(re.findall(r" +[abc] [abc] [abc] [abc]   [12] steps?, (?:not )?valid", text)) == 3
+    assert len(re.findall(r" +[abc] [abc] [abc] [abc]   [12] steps?, (?:not )?valid", text)) == 3 * len(NEW_RULES)
 
 
 def test_sample_says_whether_it_is_valid(call, run):
@@ -1030,40 +972,7 @@ def test_report_of_other_tasks_shares_nothing(base, call, tmp_path):
     assert (tmp_path / "page.html").read_text().count("<section>") == 2
 
 
-# --- the verdict and the demo -----------------------------------------------------------------------------------------
-
-
-def rivals(high=0.02):
-    return [heuristic(policy, 2, score=0.01, ci_low=0.005, ci_high=high) for policy in ("iid", "top-prob", "margin")]
-
-
-def test_the_learned_order_wins():
-    strong_at_16 = heuristic("margin", 16, score=1.0, ci_low=0.996, ci_high=1.0)
-    assert why_not_won([LEARNED, *rivals(), strong_at_16]) == [], "only the same number of steps counts"
-
-
-def test_the_learned_order_loses():
-    (failure,) = why_not_won([LEARNED, *rivals()[:2], heuristic("margin", 2, ci_low=0.95, ci_high=0.97)])
-    assert "margin is valid in [0.950, 0.970] at 2 steps, learned in [0.961, 0.981]" in failure
-
-
-def test_a_tie_is_no_win():
-    (failure,) = why_not_won([LEARNED, heuristic("iid", 2, ci_low=0.9, ci_high=LEARNED.outcome.ci_low)])
-    assert "iid" in failure
-
-
-@pytest.mark.parametrize("distinct", [849, 891])
-def test_a_learned_order_that_is_not_diverse_does_not_win(distinct):
-    (failure,) = why_not_won([changed(LEARNED, distinct=distinct), *rivals()])
-    assert f"{distinct} distinct valid samples" in failure
-    assert "[850, 890]" in failure
-
-
-def test_nothing_to_compare_is_no_win():
-    assert why_not_won([]) == ["no learned order was evaluated"]
-    assert why_not_won(rivals()) == ["no learned order was evaluated"]
-    (failure,) = why_not_won([LEARNED, heuristic("iid", 4, ci_low=0.0, ci_high=0.1)])
-    assert failure == "no heuristic was evaluated at 2 steps"
+# --- the demo ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None, interrupted: Callable[[], bool] = l
 
 
 def _refuse(message: str, forced: bool = False) -> None:
-    if forced:  # that would begin anew
+    if forced:  # that would start from the beginning
         message = message.replace("the same command", "the same command without --force")
     rank = os.environ.get("RANK", "0")  # of the processes that torchrun started
     say(f"unmask{'' if rank == '0' else f' (process {rank})'}: {' '.join(message.split())}", err=True)
@@ -177,7 +177,7 @@ def train(
 ) -> None:
     """Train what a recipe says: a denoiser, an order for it, or both.
 
-    Checkpoints are written as the recipe's \\[saving] says: after a crash the same call goes on from the last one.
+    Checkpoints are written as the recipe's \\[saving] says: after a crash the same call resumes from the last one.
     SIGTERM saves and exits with code 75.
     """
     import torch
@@ -208,7 +208,7 @@ def _smaller_batches(recipe: Recipe, out: Path) -> str:
     return (
         f"out of GPU memory with micro-batches of {how.batch // how.accumulate} sequences: run the same command with "
         f"--set {name}.accumulate={smaller[0]}, which makes them {how.batch // smaller[0]} (`unmask reproduce`: --set "
-        f"NAME:{name}.accumulate={smaller[0]}); the run goes on from its last checkpoint"
+        f"NAME:{name}.accumulate={smaller[0]}); the run resumes from its last checkpoint"
     )
 
 
@@ -229,8 +229,8 @@ def evaluate(
     against: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Heuristics also at what a comparison with the learned order of this run needs, which was learned on "
-            "the same denoiser and has been evaluated; may be repeated.",
+            help="Also run the heuristics at the budgets that a comparison with the order of this run needs; it must "
+            "have been learned on the same denoiser, and evaluated. May be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -251,31 +251,25 @@ def evaluate(
         bool, typer.Option("--stop-at-eos", help="Finish a sequence when all its masks lie behind an end of sequence.")
     ] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.", show_default="the recipe's")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Evaluate anew what has been evaluated already.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Evaluate again what has been evaluated already.")] = False,
     compile: Annotated[
         bool, typer.Option("--compile", help="Fixed shapes and torch.compile, on CUDA as graphs: for many examples.")
     ] = False,
     bf16: Annotated[
         bool, typer.Option("--bf16", help="The denoiser's trunk in bfloat16, scores in float32: faster on a GPU.")
     ] = False,
-    bound: Annotated[bool, typer.Option("--bound", help="The held-out bound instead, in nats a token.")] = False,
+    bound: Annotated[bool, typer.Option("--bound", help="The held-out bound instead, in nats per token.")] = False,
     trajectories: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Trajectories a sequence and time, with --bound.")
+        int, typer.Option(min=1, max=10_000, help="Trajectories per sequence and time, with --bound.")
     ] = 8,
     trust_task: TrustTask = False,
     cpu: Cpu = False,
 ) -> None:
     """Score policies on a run's task, compare them, and print tables; adds to RUN/results.jsonl.
 
-    Every verdict is kept in RUN/verdicts.jsonl as it is made: after a crash the same call goes on where it stopped.
+    Every verdict is kept in RUN/verdicts.jsonl as it is made: after a crash the same call resumes where it stopped.
     """
-    options: dict[str, Any] = {
-        "examples": examples,
-        "seed": seed,
-        "split": split,
-        "trust_task": trust_task,
-        "cpu": cpu,
-    }
+    options: dict[str, Any] = {"examples": examples, "seed": seed, "split": split, "trust_task": trust_task, "cpu": cpu}
     if not bound:
         tokens = {"top_p": top_p, "top_k": top_k, "guidance": guidance, "min_length": min_length}
         options |= {"temperature": temperature, "stop_at_eos": stop_at_eos, "compile": compile, "bf16": bf16, **tokens}
@@ -347,10 +341,10 @@ def reproduce(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and do nothing.")] = False,
     cpu: Cpu = False,
 ) -> None:
-    """Do a whole experiment: one command a stage, each of them once.
+    """Run a whole experiment: one command per stage, each of them once.
 
-    Every run, every evaluation, and their records side by side in OUT/results.  After a crash, or with more stages, the
-    same call goes on where it stopped.  SIGTERM while something trains saves it and exits with code 75.
+    Every run, every evaluation, and their records together in OUT/results.  After a crash, or with more stages, the
+    same call resumes where it stopped.  SIGTERM while something trains saves it and exits with code 75.
     """
     from unmask.studies.study import Reproduction, load_study, written
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.evaluation.by_hand import LEARNED, changed
+from tests.evaluation.by_hand import LEARNED, changed, heuristic
 from unmask.evaluation import compare as comparison
 from unmask.evaluation.compare import (
     RESAMPLES,
@@ -20,6 +20,7 @@ from unmask.evaluation.compare import (
     gains,
     next_budget,
     paired_difference,
+    why_not_won,
 )
 from unmask.evaluation.records import COMPARED
 from unmask.evaluation.verdicts import Verdicts
@@ -424,3 +425,20 @@ def test_the_crossed_interval_covers_the_truth(spread, least, monkeypatch):
         found = crossed_difference(d, seed=trial)
         covered += found.low <= 0.05 <= found.high
     assert least <= covered / 300 <= 0.99
+
+
+# --- whether the learned order wins -----------------------------------------------------------------------------------
+
+
+def test_when_the_learned_order_wins():
+    """At the same number of steps, by intervals that do not touch, and with samples as varied as true ones."""
+    weak = [heuristic(policy, 2, ci_low=0.005, ci_high=0.02) for policy in ("iid", "margin")]
+    assert why_not_won([LEARNED, *weak, heuristic("margin", 16, ci_low=0.996, ci_high=1.0)]) == []
+    (reason,) = why_not_won([LEARNED, weak[0], heuristic("margin", 2, ci_low=0.95, ci_high=0.961)])
+    assert reason == "margin is valid in [0.950, 0.961] at 2 steps, learned in [0.961, 0.981]"
+    for distinct in (849, 891):
+        (reason,) = why_not_won([changed(LEARNED, distinct=distinct), *weak])
+        assert reason.startswith(f"{distinct} distinct valid samples, outside")
+        assert "[850, 890]" in reason
+    assert why_not_won([]) == why_not_won(weak) == ["no learned order was evaluated"]
+    assert why_not_won([LEARNED, heuristic("iid", 4)]) == ["no heuristic was evaluated at 2 steps"]
