@@ -90,7 +90,7 @@ def at_equal_steps(mean_steps: float, curve: Sequence[Record]) -> AtEqualSteps:
 
 
 def _are_next(below: Record, above: Record) -> bool:
-    """Some rules (iid) take a little less than their budget, so neighbours may be a hair more than a step apart."""
+    """Some rules (iid) take a little less than their budget, so neighbours may be slightly more than a step apart."""
     return above.mean_steps - below.mean_steps <= 1 + NEAR or above.spec.budget - below.spec.budget == 1
 
 

@@ -131,6 +131,8 @@ def evaluate_policy(
 
 def check_examples(task: Task, examples: int) -> None:
     """Raise UserError where a task has fewer; one without `test_examples` has as many as are asked for."""
+    if examples < 1:
+        raise UserError(f"--examples must be at least 1, got {examples}")
     limit = getattr(task, "test_examples", None)
     if limit is not None and examples > limit:
         raise UserError(

@@ -14,7 +14,7 @@ from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
 from unmask.errors import UserError
 from unmask.evaluation.compare import next_budget
-from unmask.evaluation.evaluate import Setup, evaluate_policy, response_sizes
+from unmask.evaluation.evaluate import Setup, check_examples, evaluate_policy, response_sizes
 from unmask.evaluation.records import Record, append_records, read_records, read_run
 from unmask.evaluation.verdicts import VerdictFile
 from unmask.files import refuse_link
@@ -77,23 +77,14 @@ def evaluate(
     precision = precision_on(next(model.parameters()).device.type, "bf16" if bf16 else "no")
     if bf16 and precision == "no" and processes.is_main:
         say("unmask: without --bf16: bfloat16 is slower than float32 on this CPU", err=True)
-    own_seed = recipe.seed if recipe else 0
-    setup = Setup(
-        model,
-        plain,
-        task,
-        label,
-        examples or defaults.examples,
-        token_choice(
-            task, defaults.temperature if temperature is None else temperature, top_p, top_k, guidance, min_length,
-            stop_at_eos,
-        ),
-        own_seed if seed is None else seed,
-        own_seed if recipe else None,
-        precision,
-        compile,
-    )  # fmt: skip
-    sizes = response_sizes(task, setup.num_examples)
+    temperature = defaults.temperature if temperature is None else temperature
+    choice = token_choice(task, temperature, top_p, top_k, guidance, min_length, stop_at_eos)
+    number = defaults.examples if examples is None else examples
+    check_examples(task, number)
+    trained_seed = recipe.seed if recipe else None
+    seed = (trained_seed or 0) if seed is None else seed
+    setup = Setup(model, plain, task, label, number, choice, seed, trained_seed, precision, compile)
+    sizes = response_sizes(task, number)
     names = list(policies) or [*(["learned"] if model.selector is not None else []), *defaults.policies]
     rules = [rule if isinstance(rule, Policy) else parse_policy(rule, model.selector) for rule in names]
     learned, heuristics = _planned(setup, rules, steps or defaults.budgets, bool(policies and steps), sizes, processes)
