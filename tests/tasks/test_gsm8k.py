@@ -660,8 +660,8 @@ def test_from_the_command_line(folder, tmp_path, capsys):
         with pytest.raises(SystemExit) as done:
             main(command)
         assert not done.value.code, capsys.readouterr().err
-    record = json.loads((tmp_path / "run" / "results.jsonl").read_text())
-    assert (record["task"], record["num_examples"], record["eos_policy"]) == ("gsm8k", 6, "stop")
+    spec = json.loads((tmp_path / "run" / "results.jsonl").read_text())["spec"]
+    assert (spec["task"], spec["num_examples"], spec["eos_policy"]) == ("gsm8k", 6, "stop")
 
 
 # ---- the cache
