@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -252,22 +252,16 @@ def _gains(orders: Sequence[Record], records: Sequence[Record]) -> list[Gain]:
     valid = np.stack([learned.verdicts.valid for learned in orders if learned.verdicts is not None])  # [S, E]
     best = max((rival for rival in known if rival in PLAIN_RULES), key=lambda rival: known[rival].mean(), default="")
     spec = orders[0].spec
-    assert spec.trained_budget is not None
+    shared: dict[str, Any] = {f.name: getattr(spec, f.name) for f in fields(Gain) if hasattr(spec, f.name)}
     found = []
     for rival, scores in known.items():
         difference = crossed_difference(valid - scores)
         found.append(
             Gain(
-                task=spec.task,
-                split=spec.split,
-                model=spec.model,
-                policy=spec.policy,
-                trained_budget=spec.trained_budget,
-                joint=spec.joint,
+                **shared,
                 rival=rival,
                 best=rival == best,
                 seeds=[learned.spec.trained_seed for learned in orders],
-                num_examples=spec.num_examples,
                 mean_steps=round(float(np.mean([learned.mean_steps for learned in orders])), 4),
                 score=round(float(valid.mean()), 6),
                 rival_score=round(float(scores.mean()), 6),
@@ -276,9 +270,6 @@ def _gains(orders: Sequence[Record], records: Sequence[Record]) -> list[Gain]:
                 low=round(difference.low, 6),
                 high=round(difference.high, 6),
                 seed_gains=[round(float(row.mean()), 6) for row in valid - scores],
-                temperature=spec.temperature,
-                eos_policy=spec.eos_policy,
-                precision=spec.precision,
                 revision=orders[0].outcome.revision,
             )
         )
