@@ -25,11 +25,10 @@ import torch
 
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import Dilated
-from unmask.evaluation.evaluate import Record
+from unmask.evaluation.records import Record, read_records
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser
 from unmask.recipe import load_recipe
-from unmask.report.tables import read_records
 from unmask.tasks import TASKS, make_task
 
 ROOT = Path(__file__).parents[1]
@@ -151,10 +150,10 @@ class Run:
 
     @property
     def learned(self) -> Record:
-        return next(record for record in self.records if record.trained_budget is not None)
+        return next(record for record in self.records if record.spec.learned)
 
     def heuristics(self, budget: int) -> list[Record]:
-        return [record for record in self.records if record.trained_budget is None and record.budget == budget]
+        return [record for record in self.records if not record.spec.learned and record.spec.budget == budget]
 
 
 def _validity(groups: dict[str, list[Run]]) -> list[str]:
@@ -173,7 +172,8 @@ def _validity(groups: dict[str, list[Run]]) -> list[str]:
         budgets = [budget for budget in recipe.evaluate.budgets if budget > order.budget]
         lines.append(
             f"| {name} | {len(runs)} | {'joint' if order.denoiser_rate else 'frozen'} | {order.budget} "
-            f"| {mean(run.learned.mean_steps for run in runs):.2f} | **{_spread(run.learned.score for run in runs)}** "
+            f"| {mean(run.learned.mean_steps for run in runs):.2f} "
+            f"| **{_spread(run.learned.outcome.score for run in runs)}** "
             f"| {_best(runs, order.budget)} | {'; '.join(f'{_best(runs, steps)} @ {steps}' for steps in budgets)} "
             f"| {make_task(**recipe.task).min_steps or 'varies'} |"
         )
@@ -200,11 +200,11 @@ def _demo(runs: list[Run]) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for run in runs:
-        learned = run.learned
-        rival = max(run.heuristics(learned.budget), key=lambda record: record.score)
+        learned = run.learned.outcome
+        rival = max(run.heuristics(run.learned.spec.budget), key=lambda record: record.outcome.score)
         lines.append(
             f"| {run.seed} | {learned.score:.3f} | {learned.ci_low:.3f}–{learned.ci_high:.3f} | {learned.distinct} "
-            f"| {learned.distinct_low}–{learned.distinct_high} | {rival.score:.3f} ({rival.policy}) "
+            f"| {learned.distinct_low}–{learned.distinct_high} | {rival.outcome.score:.3f} ({rival.spec.policy}) "
             f"| {run.cost['cpu_seconds']:.0f} | {run.cost['exit_code']} |"
         )
     return lines
@@ -233,7 +233,7 @@ def _best(runs: list[Run], budget: int) -> str:
     scores: dict[str, list[float]] = {}
     for run in runs:
         for record in run.heuristics(budget):
-            scores.setdefault(record.policy, []).append(record.score)
+            scores.setdefault(record.spec.policy, []).append(record.outcome.score)
     if not scores:
         return "not run"
     policy = max(scores, key=lambda name: mean(scores[name]))

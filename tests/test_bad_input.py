@@ -187,7 +187,7 @@ def damages(draw, text):
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("name", ["results.jsonl", "verdicts.jsonl", "orders.jsonl", "recipe.json", "config.json"])
+@pytest.mark.parametrize("name", ["results.jsonl", "verdicts.jsonl", "recipe.json", "config.json"])
 def test_data_lines(place, capsys, name):
     """The files of a run, as an editor or a bad disk may leave them."""
     run = place / "run"

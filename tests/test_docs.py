@@ -51,6 +51,11 @@ def test_generation_as_the_tutorial_shows_it(tmp_path, monkeypatch):
     shown: dict = {}
     exec(BLOCKS["README"][0], shown)
     assert (shown["out"].num_steps <= 2).all()
+    exec(BLOCKS["evaluation"][0], shown)
+    assert [(r.spec.policy, r.spec.budget, len(r.verdicts.valid)) for r in shown["records"]] == [
+        ("learned", 2, 100),
+        ("margin", 2, 100),
+    ]
     _, generation, composition, own_rule, _ = BLOCKS["tutorial"]
     exec(generation, shown)
     learned = shown["out"]
@@ -107,7 +112,7 @@ def test_a_causal_language_model_as_its_page_shows_it(tmp_path, monkeypatch):
 
 def test_every_block_is_run_by_a_test_above():
     found = {name: len(blocks) for name, blocks in BLOCKS.items() if blocks}
-    assert found == {"README": 1, "tutorial": 5, "pretrained": 1}
+    assert found == {"README": 1, "tutorial": 5, "evaluation": 1, "pretrained": 1}
 
 
 def test_every_command_exists_with_its_options():

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from unmask.decoding import policies
     from unmask.decoding.generate import Engine, Generation, generate
     from unmask.decoding.tokens import TokenChoice
+    from unmask.evaluation.plan import evaluate
     from unmask.models.importers.causal import adapt_causal
     from unmask.models.importers.pretrained import load_causal
     from unmask.models.importers.vocabulary import cut_tokenizer
@@ -37,6 +38,7 @@ _HOMES = {
     "generate": "unmask.decoding.generate",
     "Generation": "unmask.decoding.generate",
     "Task": "unmask.tasks.task",
+    "evaluate": "unmask.evaluation.plan",
     "make_task": "unmask.tasks",
     "load_recipe": "unmask.recipe",
     "train": "unmask.training.run",
@@ -50,6 +52,7 @@ __all__ = [
     "TokenChoice",
     "adapt_causal",
     "cut_tokenizer",
+    "evaluate",
     "generate",
     "load_causal",
     "load_recipe",

@@ -6,24 +6,23 @@ import math
 import numpy as np
 import pytest
 
-from tests.report.test_report import LEARNED
+from tests.evaluation.by_hand import LEARNED, changed, heuristic
 from unmask.evaluation import compare as comparison
 from unmask.evaluation.compare import (
     RESAMPLES,
-    SAME,
     Area,
-    Result,
     area,
     at_equal_steps,
     at_most_steps,
-    comparable,
     compare,
     crossed_difference,
     curves,
     gains,
     next_budget,
     paired_difference,
+    why_not_won,
 )
+from unmask.evaluation.records import COMPARED
 from unmask.evaluation.verdicts import Verdicts
 
 E = 8
@@ -33,22 +32,22 @@ def result(policy="margin", budget=2, valid="00000000", steps=None, trained_budg
     """A record whose score and steps are those of its verdicts."""
     right = np.array([mark == "1" for mark in valid])
     counts = np.array([budget] * len(valid) if steps is None else steps)
-    record = dataclasses.replace(
-        LEARNED,
-        **{
-            "policy": policy,
-            "trained_budget": trained_budget,
-            "budget": budget,
-            "score": float(right.mean()),
-            "mean_steps": round(float(counts.mean()), 4),
-            "min_steps": int(counts.min()),
-            "max_steps": int(counts.max()),
-            "num_examples": len(valid),
-            "selector": None if trained_budget is None else "nonempty",
-            **values,
-        },
-    )
-    return Result(record, Verdicts(right, counts))
+    own = {
+        "policy": policy,
+        "trained_budget": trained_budget,
+        "budget": budget,
+        "score": float(right.mean()),
+        "mean_steps": round(float(counts.mean()), 4),
+        "fewest_steps": int(counts.min()),
+        "most_steps": int(counts.max()),
+        "num_examples": len(valid),
+        "selector": None if trained_budget is None else "nonempty",
+    }
+    return changed(LEARNED, Verdicts(right, counts, []), **{**own, **values})
+
+
+def without_verdicts(record):
+    return dataclasses.replace(record, verdicts=None)
 
 
 def learned(valid="11111100", steps=(1, 2, 2, 2, 1, 2, 2, 2), **values):
@@ -215,9 +214,9 @@ def test_means_are_exact_where_verdicts_are_kept():
     """Records round to four digits: 1.999975 would become 2, and its floor 2 instead of 1."""
     steps = [2] * 39_999 + [1]
     found = result("learned", 2, "1" * 40_000, steps, trained_budget=2)
-    assert found.record.mean_steps == 2.0
+    assert found.outcome.mean_steps == 2.0
     assert math.floor(found.mean_steps) == 1
-    assert found._replace(verdicts=None).mean_steps == found.record.mean_steps
+    assert without_verdicts(found).mean_steps == found.outcome.mean_steps
 
 
 # --- a learned order against heuristics -------------------------------------------------------------------------------
@@ -227,11 +226,11 @@ def test_a_comparison_by_hand():
     order = learned()
     one, two, four = result(budget=1, valid="10000000"), result(budget=2, valid="11110000"), result(budget=4)
     (found,) = compare([four, order, two, one])
-    assert (found.learned, found.policy, found.mean_steps) == (order.record, "margin", 1.75)
+    assert (found.learned, found.policy, found.learned.mean_steps) == (order, "margin", 1.75)
     assert found.score == pytest.approx(13 / 32)
     assert found.difference == pytest.approx(24 / 32 - 13 / 32)
-    assert found.at_floor is one.record
-    assert found.at_maximum is two.record
+    assert found.at_floor is one
+    assert found.at_maximum is two
     differences = np.array([1, 1, 1, 1, 1, 1, 0, 0]) - np.array([1, 0.75, 0.75, 0.75, 0, 0, 0, 0])
     low, high = np.percentile(slow_bootstrap(differences, seed=0), [2.5, 97.5])
     assert found.interval == pytest.approx((low, high), abs=0.07)
@@ -240,13 +239,13 @@ def test_a_comparison_by_hand():
 def test_the_maximum_is_the_most_steps_that_were_taken_not_the_budget():
     order = result("learned", 5, "11111111", [2, 3] * 4, trained_budget=5)
     (found,) = compare([order, result(budget=2), result(budget=3), result(budget=5)])
-    assert (found.at_floor.budget, found.at_maximum.budget) == (2, 3)
+    assert (found.at_floor.spec.budget, found.at_maximum.spec.budget) == (2, 3)
 
 
 def test_without_verdicts_there_is_a_score_and_no_interval():
     """Records of older versions: their verdicts were not kept."""
     curve = [result(budget=1, valid="10000000"), result(budget=2, valid="11110000")]
-    for kept in ([learned()._replace(verdicts=None), *curve], [learned(), curve[0]._replace(verdicts=None), curve[1]]):
+    for kept in ([without_verdicts(learned()), *curve], [learned(), without_verdicts(curve[0]), curve[1]]):
         (found,) = compare(kept)
         assert found.score == pytest.approx(13 / 32)
         assert found.interval is None
@@ -256,7 +255,7 @@ def test_every_order_meets_every_rule_once():
     rules = [result(policy, budget) for policy in ("iid", "margin") for budget in (1, 2, 3)]
     other = result("learned", 3, "11111111", [3] * E, trained_budget=3)
     found = compare([learned(), other, *rules])
-    assert [(c.learned.budget, c.policy) for c in found] == [(2, "iid"), (2, "margin"), (3, "iid"), (3, "margin")]
+    assert [(c.learned.spec.budget, c.policy) for c in found] == [(2, "iid"), (2, "margin"), (3, "iid"), (3, "margin")]
     assert compare(rules) == []
     assert compare([learned(), other]) == []
 
@@ -278,15 +277,14 @@ OTHER = {
 @pytest.mark.parametrize("field", OTHER)
 def test_nothing_is_compared_across_tasks_and_token_choices(field):
     """Not with the learned order, not between the two ends of an interpolation, not in one area."""
-    assert set(OTHER) == set(SAME)
+    assert set(OTHER) == set(COMPARED)
     change = {field: OTHER[field]}
     one, two = result(budget=1), result(budget=2, valid="11110000")
-    assert not comparable(one.record, dataclasses.replace(one.record, **change))
-    both = [r._replace(record=dataclasses.replace(r.record, **change)) for r in (one, two)]
+    both = [changed(record, **change) for record in (one, two)]
     assert compare([learned(), *both]) == []
     (found,) = compare([learned(), one, both[1]])
     assert found.score is None
-    assert (found.at_floor, found.at_maximum) == (one.record, None)
+    assert (found.at_floor, found.at_maximum) == (one, None)
     assert [area(curve) for curve in curves([one, both[1]])] == [None, None]
 
 
@@ -300,7 +298,7 @@ def test_an_order_meets_only_rules_on_the_denoiser_that_it_names():
     """Where its record names none, as those of older versions, any."""
     one, two = result(budget=1), result(budget=2, denoiser="ba9876543210")
     named = learned(plain_denoiser="ba9876543210")
-    assert [c.at_maximum for c in compare([named, one, two])] == [two.record]
+    assert [c.at_maximum for c in compare([named, one, two])] == [two]
 
 
 # --- several seeds ----------------------------------------------------------------------------------------------------
@@ -331,12 +329,6 @@ def test_orders_and_examples_are_both_resampled():
     assert found.high - found.low > 1.2 * (alone.high - alone.low)
 
 
-def test_one_order_has_the_interval_over_examples():
-    differences = np.random.default_rng(0).choice([-1.0, 0.0, 1.0], size=(1, 90))
-    crossed, paired = crossed_difference(differences), paired_difference(differences[0], np.zeros(90))
-    assert crossed == pytest.approx(paired, abs=0.02)
-
-
 def test_gains_by_hand():
     """Two seeds, 2 and 1.75 steps: margin scores 4/8 at 2 steps and 1/8 at 1, iid nothing and top-prob 3/8 at both."""
     orders = [learned("11111111", [2] * E, trained_seed=0), learned("11111100", trained_seed=1)]
@@ -364,15 +356,15 @@ def test_gains_by_hand():
 
 def test_gains_keep_apart_what_differs_in_more_than_the_seed():
     rules = [result("margin", budget, "10000000") for budget in (1, 2)]
-    plain, joint = rules[0].record.denoiser, learned(denoiser="ba9876543210", plain_denoiser=rules[0].record.denoiser)
-    other = [r._replace(record=dataclasses.replace(r.record, split="test2")) for r in (learned(), *rules)]
+    plain, joint = rules[0].spec.denoiser, learned(denoiser="ba9876543210", plain_denoiser=rules[0].spec.denoiser)
+    other = [changed(record, split="test2") for record in (learned(), *rules)]
     found = gains([learned(plain_denoiser=plain), joint, *rules, *other])
     assert [(gain.joint, gain.split, len(gain.seeds)) for gain in found] == [
         (False, "test", 1),
         (True, "test", 1),
         (False, "test2", 1),
     ]
-    without = [r._replace(verdicts=None) for r in (learned(), *rules)]
+    without = [without_verdicts(record) for record in (learned(), *rules)]
     assert gains(without) == []
 
 
@@ -433,3 +425,20 @@ def test_the_crossed_interval_covers_the_truth(spread, least, monkeypatch):
         found = crossed_difference(d, seed=trial)
         covered += found.low <= 0.05 <= found.high
     assert least <= covered / 300 <= 0.99
+
+
+# --- whether the learned order wins -----------------------------------------------------------------------------------
+
+
+def test_when_the_learned_order_wins():
+    """At the same number of steps, by intervals that do not touch, and with samples as varied as true ones."""
+    weak = [heuristic(policy, 2, ci_low=0.005, ci_high=0.02) for policy in ("iid", "margin")]
+    assert why_not_won([LEARNED, *weak, heuristic("margin", 16, ci_low=0.996, ci_high=1.0)]) == []
+    (reason,) = why_not_won([LEARNED, weak[0], heuristic("margin", 2, ci_low=0.95, ci_high=0.961)])
+    assert reason == "margin is valid in [0.950, 0.961] at 2 steps, learned in [0.961, 0.981]"
+    for distinct in (849, 891):
+        (reason,) = why_not_won([changed(LEARNED, distinct=distinct), *weak])
+        assert reason.startswith(f"{distinct} distinct valid samples, outside")
+        assert "[850, 890]" in reason
+    assert why_not_won([]) == why_not_won(weak) == ["no learned order was evaluated"]
+    assert why_not_won([LEARNED, heuristic("iid", 4)]) == ["no heuristic was evaluated at 2 steps"]

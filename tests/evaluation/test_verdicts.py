@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.evaluation.test_evaluate import SAMPLED, TASK, always, exact_conditionals, learned_model
+from tests.evaluation.by_hand import flat
+from tests.evaluation.test_evaluate import TASK, always, exact_conditionals, learned_model, recorded, same
 from tests.training.small import json_lines
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import IID, Learned, TopProbability
 from unmask.decoding.tokens import TokenChoice
 from unmask.evaluation import evaluate as evaluation
-from unmask.evaluation.evaluate import evaluate
-from unmask.evaluation.verdicts import IDENTITY, Chunk, EvaluationSpec, VerdictFile
+from unmask.evaluation.records import append_records, read_run
+from unmask.evaluation.verdicts import Chunk, VerdictFile
 from unmask.jsonl import ResultsError, append_jsonl, read_jsonl, unsealed
 from unmask.tasks.puzzles.groups import Groups
 from unmask.tasks.puzzles.latin_square import LatinSquare
@@ -58,16 +59,14 @@ def crash_between(monkeypatch, path, sequences):
     monkeypatch.setattr(VerdictFile, "append", crashing)
 
 
-def run(path, model, policy, budget=2, task=TASK, **options):
+def run(path, model, policy, budget=2, task=TASK, examples=EXAMPLES, **options):
     """With the file read anew, as a second process would."""
-    settings = {"examples": EXAMPLES, "choice": SAMPLED, "seed": 0, "label": "stub", **options}
-    stream = None if path is None else VerdictFile(path)
-    return evaluate(model, task, policy, budget, stream=stream, **settings)
+    verdicts = None if path is None else VerdictFile(path)
+    return recorded(model, policy, budget, task, examples, verdicts=verdicts, **options)
 
 
 def assert_same(found, expected):
-    assert dataclasses.replace(found.record, seconds=0) == dataclasses.replace(expected.record, seconds=0)
-    assert found.order == expected.order
+    assert same(flat(found), flat(expected))
     assert np.array_equal(found.verdicts.valid, expected.verdicts.valid)
     assert np.array_equal(found.verdicts.steps, expected.verdicts.steps)
 
@@ -102,8 +101,8 @@ def test_after_a_crash_the_rest_is_done(tmp_path, monkeypatch, model, rule, betw
     """
     policy = Learned(model.selector) if rule == "learned" else IID()
     whole = run(None, model, policy)
-    assert 0 < whole.record.distinct < EXAMPLES * whole.record.score, "some answers occur twice, in different chunks"
-    assert len(whole.order.reveal_step) == evaluation.PICTURED
+    assert 0 < whole.outcome.distinct < EXAMPLES * whole.outcome.score, "some answers occur twice, in different chunks"
+    assert len(whole.verdicts.reveal_step) == evaluation.PICTURED
     path = tmp_path / "verdicts.jsonl"
     with monkeypatch.context() as patched:
         if between:
@@ -121,7 +120,7 @@ def test_after_a_crash_the_rest_is_done(tmp_path, monkeypatch, model, rule, betw
     assert sum(told) == EXAMPLES
     assert [line["first"] for line in json_lines(path)] == [0, 10, 20, 30, 40]
     if rule == "learned":
-        assert whole.record.nothing_selected > 0
+        assert whole.outcome.nothing_selected > 0
 
 
 def test_a_crash_in_the_middle_of_a_line(tmp_path, model):
@@ -154,7 +153,7 @@ def test_a_second_call_does_nothing_again(tmp_path, monkeypatch, model):
     first = run(path, model, IID())
     before, sizes = path.read_bytes(), counted(monkeypatch)
     second = run(path, model, IID())
-    assert second.record == first.record, "the seconds too"
+    assert second == first, "the seconds too"
     assert sizes == []
     assert path.read_bytes() == before
 
@@ -166,7 +165,7 @@ def test_the_seconds_are_those_of_all_chunks(tmp_path, model):
     lines = json_lines(path)
     assert len(lines) == 2
     path.write_text("".join(json.dumps({**line, "seconds": 1e6}) + "\n" for line in lines))
-    assert 2e6 < run(path, model, IID()).record.seconds < 3e6
+    assert 2e6 < run(path, model, IID()).outcome.seconds < 3e6
 
 
 def test_again_evaluates_anew_and_replaces(tmp_path, monkeypatch, model):
@@ -177,7 +176,7 @@ def test_again_evaluates_anew_and_replaces(tmp_path, monkeypatch, model):
     assert sum(sizes) == EXAMPLES
     with pytest.raises(Crash):
         run(path, model, IID(), again=True, advance=crash_after(25))
-    assert VerdictFile(path).of(first.record) is None, "the old verdicts are void, the new ones unfinished"
+    assert len(VerdictFile(path).of(*ran(first)).valid) == 20, "the old verdicts are void, the new ones unfinished"
     sizes.clear()
     assert_same(run(path, model, IID()), first)
     assert sum(sizes) == EXAMPLES - 20
@@ -205,7 +204,7 @@ def test_the_exact_sampler_stays_diverse_when_resumed(tmp_path):
         run(path, stub, TopProbability(), 4, advance=crash_after(21))
     assert len(json_lines(path)) == 2
     assert_same(run(path, stub, TopProbability(), 4), whole)
-    assert whole.record.distinct == 9
+    assert whole.outcome.distinct == 9
     assert sum(len(set(line["answers"])) for line in json_lines(path)) > 9
 
 
@@ -222,8 +221,9 @@ def test_a_changed_selector_never_meets_old_verdicts(tmp_path, monkeypatch):
     sizes = counted(monkeypatch)
     second = run(path, model, policy)
     assert sum(sizes) == EXAMPLES
-    assert second.record.denoiser == first.record.denoiser
-    assert second.order != first.order
+    assert second.spec.denoiser == first.spec.denoiser
+    assert second.key != first.key
+    assert second.verdicts.reveal_step != first.verdicts.reveal_step
 
 
 @pytest.mark.parametrize(
@@ -263,36 +263,40 @@ def test_whatever_is_asked_otherwise_is_done(tmp_path, monkeypatch, change):
 
 def test_a_record_says_all_that_was_asked(model):
     choice = TokenChoice(0.7, 0.9, 2, 0.5, eos_token_id=0, min_length=1, stop_at_eos=True)
-    record = run(None, model, IID(), choice=choice).record
-    assert (record.temperature, record.top_p, record.top_k, record.guidance) == (0.7, 0.9, 2, 0.5)
-    assert record.eos_policy == "min-length:1,stop"
-    names = {field.name for field in dataclasses.fields(EvaluationSpec)}
-    assert names - set(IDENTITY) == {"device", "compile", "selector_weights", "examples"}
-    assert set(IDENTITY) < {field.name for field in dataclasses.fields(record)}
+    spec = run(None, model, IID(), choice=choice).spec
+    assert (spec.temperature, spec.top_p, spec.top_k, spec.guidance) == (0.7, 0.9, 2, 0.5)
+    assert spec.eos_policy == "min-length:1,stop"
+    keys = [run(None, model, IID(), choice=TokenChoice(temperature)).key for temperature in (1, 1.0)]
+    assert keys[0] == keys[1], "a whole number is a number like any other"
 
 
 # --- the verdicts of a record -----------------------------------------------------------------------------------------
 
 
+def ran(record):
+    """By what the verdicts of a record are found."""
+    return record.key, record.outcome.device, record.outcome.compile
+
+
 def test_the_verdicts_of_a_record(tmp_path, model):
-    path = tmp_path / "verdicts.jsonl"
-    both = [run(path, model, policy) for policy in (IID(), Learned(model.selector))]
-    file = VerdictFile(path)
-    for found in both:
-        verdicts = file.of(found.record)
-        assert np.array_equal(verdicts.valid, found.verdicts.valid)
-        assert np.array_equal(verdicts.steps, found.verdicts.steps)
-        assert verdicts.valid.mean() == found.record.score
-    assert file.of(dataclasses.replace(both[0].record, seed=9)) is None
-    assert file.of(dataclasses.replace(both[0].record, score=0.123)) is None, "not what this record sums up"
-    assert VerdictFile(tmp_path / "nothing.jsonl").of(both[0].record) is None
+    both = [run(tmp_path / "verdicts.jsonl", model, policy) for policy in (IID(), Learned(model.selector))]
+    append_records(tmp_path / "results.jsonl", both)
+    for found, expected in zip(read_run(tmp_path), both, strict=True):
+        assert_same(found, expected)
+        assert found.verdicts.valid.mean() == found.outcome.score
+    file, (key, device, compiled) = VerdictFile(tmp_path / "verdicts.jsonl"), ran(both[0])
+    assert file.of("0123456789ab", device, compiled) is None
+    assert file.of(key, "NVIDIA H200", compiled) is None, "of another machine"
+    assert file.of(key, device, not compiled) is None
+    (tmp_path / "verdicts.jsonl").unlink()
+    assert [record.verdicts for record in read_run(tmp_path)] == [None, None]
 
 
 def test_the_verdicts_of_an_unfinished_evaluation_belong_to_no_record(tmp_path, model):
     path = tmp_path / "verdicts.jsonl"
-    record = run(path, model, IID()).record
+    append_records(tmp_path / "results.jsonl", [run(path, model, IID())])
     path.write_text("\n".join(path.read_text().splitlines()[:3]) + "\n")
-    assert VerdictFile(path).of(record) is None
+    assert read_run(tmp_path)[0].verdicts is None
 
 
 def test_chunks_that_do_not_follow_are_passed_over(tmp_path, monkeypatch, model):
@@ -324,8 +328,8 @@ def damaged(line, **changes):
         (lambda line: "", "not a JSON object"),
         (lambda line: "[1]", "must be a table"),
         (lambda line: damaged(line, colour=1), "unknown key 'colour'"),
-        (lambda line: damaged(line, spec={"task": "groups"}), "not what this version writes"),
-        (lambda line: damaged(line, spec=None), "not what this version writes"),
+        (lambda line: damaged(line, key=None), "key must be a string"),
+        (lambda line: damaged(line, metrics={"a": "01"}), "not what this version writes"),
         (lambda line: damaged(line, valid="0102"), "not what this version writes"),
         (lambda line: damaged(line, steps=[1]), "not what this version writes"),
     ],

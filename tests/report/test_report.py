@@ -1,6 +1,7 @@
 """Records to tables, plots and one page."""
 
 import dataclasses
+import hashlib
 import io
 import json
 import re
@@ -8,79 +9,36 @@ import xml.dom.minidom
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.evaluation.by_hand import LEARNED, changed, heuristic
 from tests.test_display import HIDDEN
-from unmask.evaluation.compare import Comparison, Result, compare
-from unmask.evaluation.evaluate import BoundReport, Order, Record
-from unmask.jsonl import ResultsError, append_jsonl
+from unmask.evaluation.bound import BoundReport, read_bound
+from unmask.evaluation.compare import compare
+from unmask.evaluation.records import append_records, read_records, record_lines
+from unmask.evaluation.verdicts import Verdicts
+from unmask.jsonl import ResultsError
 from unmask.report.html import Section, together, write_html
 from unmask.report.plots import (
     COLOURS,
-    LEARNED_COLOURS,
-    Line,
+    ORDER_LOOKS,
     colours_of,
     order_picture,
     pictured,
-    plot,
-    score_plot,
     shared_plot,
 )
 from unmask.report.tables import (
-    AREA_HEADINGS,
-    HEADINGS,
-    area_rows,
+    area_table,
     bound_table,
-    by_learned,
     columns,
-    comparison_columns,
-    comparison_headings,
     comparison_table,
     notes,
     ordered,
-    read_bound,
-    read_orders,
-    read_records,
-    rows_of,
-    table,
+    result_tables,
 )
-
-LEARNED = Record(
-    task="groups",
-    split="test",
-    model="2x48",
-    policy="learned",
-    trained_budget=2,
-    budget=2,
-    mean_steps=1.98,
-    min_steps=1,
-    max_steps=2,
-    score=0.973,
-    ci_low=0.961,
-    ci_high=0.981,
-    num_examples=1000,
-    num_forwards=1980,
-    temperature=1.0,
-    eos_policy="none",
-    selector="nonempty",
-    denoiser="0123456789ab",
-    seconds=1.5,
-    seed=0,
-    device="cpu",
-    revision="0.1.0",
-    nothing_selected=0.0,
-    distinct=870,
-    distinct_low=850,
-    distinct_high=890,
-)
-
-
-def heuristic(policy, budget, **values):
-    return dataclasses.replace(
-        LEARNED, policy=policy, trained_budget=None, budget=budget, selector=None, nothing_selected=None, **values
-    )
-
+from unmask.report.tables import record_table as table
 
 RECORDS = [
     heuristic("margin", 16, mean_steps=16.0, score=1.0, ci_low=0.996, ci_high=1.0),
@@ -92,7 +50,9 @@ LAYOUT = [[0, 2], [1, 3]]
 
 
 def order(policy="learned", budget=2, steps=((0, 1, 1, 0), (1, 0, 0, 1))):
-    return Order("groups", policy, budget, [list(row) for row in steps], LAYOUT)
+    """A record with the reveal steps of two sequences."""
+    verdicts = Verdicts(np.ones(2, dtype=bool), np.full(2, budget), [list(row) for row in steps])
+    return changed(LEARNED if policy == "learned" else heuristic(policy, budget), verdicts, budget=budget)
 
 
 def printed(item, width=80):
@@ -106,56 +66,45 @@ def printed(item, width=80):
 
 def test_records_round_trip(tmp_path):
     path = tmp_path / "results.jsonl"
-    append_jsonl(path, RECORDS[:2])
-    append_jsonl(path, RECORDS[2:])
+    append_records(path, RECORDS[:2])
+    append_records(path, RECORDS[2:])
     assert read_records(path) == RECORDS
     lines = path.read_text().splitlines()
     assert len(lines) == 4
-    assert json.loads(lines[2])["policy"] == "learned"
-    assert json.loads(lines[0])["trained_budget"] is None
+    line = json.loads(lines[2])
+    assert list(line) == ["key", "spec", "outcome", "crc"]
+    assert (line["key"], line["spec"]["policy"], line["outcome"]["score"]) == (LEARNED.key, "learned", 0.973)
 
 
-def test_orders_round_trip(tmp_path):
-    orders = [order(), order("iid", 4)]
-    append_jsonl(tmp_path / "orders.jsonl", orders)
-    assert read_orders(tmp_path / "orders.jsonl") == orders
-    assert read_orders(tmp_path / "nothing.jsonl") == []
+def test_the_key_is_a_hash_of_what_was_asked():
+    """Of its JSON with sorted keys and no spaces; where and when it ran does not matter, all else does."""
+    text = json.dumps(dataclasses.asdict(LEARNED.spec), sort_keys=True, separators=(",", ":"))
+    assert LEARNED.key == hashlib.sha256(text.encode()).hexdigest()[:12]
+    assert changed(LEARNED, device="NVIDIA H200", compile=True, revision="later", score=0.5).key == LEARNED.key
+    for field in dataclasses.fields(LEARNED.spec):
+        value = getattr(LEARNED.spec, field.name)
+        assert changed(LEARNED, **{field.name: f"{value}1" if isinstance(value, str) else 3}).key != LEARNED.key
 
 
 def test_of_the_same_evaluation_the_last_stands(tmp_path):
-    again = dataclasses.replace(LEARNED, score=0.5, seconds=9.0, revision="later")
-    append_jsonl(tmp_path / "results.jsonl", [*RECORDS, again])
+    again = changed(LEARNED, score=0.5, seconds=9.0, revision="later")
+    append_records(tmp_path / "results.jsonl", [*RECORDS, again])
     found = read_records(tmp_path / "results.jsonl")
     assert len(found) == len(RECORDS)
-    assert [record.score for record in found if record.policy == "learned"] == [0.5]
+    assert [record.outcome.score for record in found if record.spec.policy == "learned"] == [0.5]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"seed": 1},
-        {"num_examples": 7},
-        {"denoiser": "ba9876543210"},
-        {"temperature": 0.0},
-        {"budget": 3},
-        {"policy": "x"},
-        {"task": "chain"},
-        {"model": "6m"},
-        {"split": "a"},
-        {"top_p": 0.9},
-        {"top_k": 5},
-        {"guidance": 1.0},
-        {"eos_policy": "stop"},
-        {"selector": "bernoulli"},
-    ],
-)
-def test_another_evaluation_stands_beside_it(tmp_path, change):
-    append_jsonl(tmp_path / "results.jsonl", [LEARNED, dataclasses.replace(LEARNED, **change)])
+def test_another_evaluation_stands_beside_it(tmp_path):
+    append_records(tmp_path / "results.jsonl", [LEARNED, changed(LEARNED, seed=1)])
     assert len(read_records(tmp_path / "results.jsonl")) == 2
 
 
-MISSING_ONE = json.dumps({key: value for key, value in dataclasses.asdict(LEARNED).items() if key != "seed"})
-ONE_MORE = json.dumps({**dataclasses.asdict(LEARNED), "accuracy": 1})
+def line_with(**values):
+    return json.dumps({**dataclasses.asdict(record_lines([LEARNED])[0]), **values})
+
+
+SPEC = dataclasses.asdict(LEARNED.spec)
+WITHOUT_SEED = {name: value for name, value in SPEC.items() if name != "seed"}
 
 
 @pytest.mark.parametrize(
@@ -163,17 +112,19 @@ ONE_MORE = json.dumps({**dataclasses.asdict(LEARNED), "accuracy": 1})
     [
         ('{"task": "gro', "not a JSON object"),
         ("", "not a JSON object"),
-        ("[1, 2]", "must be a table"),
-        (MISSING_ONE, "'seed' is missing"),
-        (ONE_MORE, "unknown key 'accuracy'"),
+        ("[1, 2]", "not an object"),
+        (line_with(accuracy=1), "(accuracy)"),
+        (line_with(spec=WITHOUT_SEED), "other fields than this version writes"),
+        (line_with(spec={**SPEC, "seed": "0"}), "spec is not what this version writes"),
+        (line_with(spec={**SPEC, "seed": 1}), "the key is not that of the spec"),
     ],
 )
 def test_a_damaged_line_is_named_by_its_number(tmp_path, line, expected):
     path = tmp_path / "results.jsonl"
-    append_jsonl(path, RECORDS[:2])
+    append_records(path, RECORDS[:2])
     with path.open("a") as file:
         file.write(line + "\n")
-    append_jsonl(path, RECORDS[2:])
+    append_records(path, RECORDS[2:])
     with pytest.raises(ResultsError) as caught:
         read_records(path)
     message = str(caught.value)
@@ -182,21 +133,11 @@ def test_a_damaged_line_is_named_by_its_number(tmp_path, line, expected):
     assert "\n" not in message
 
 
-def test_records_of_older_versions_are_read(tmp_path):
-    """They lack the fields that have defaults, and did what the defaults say."""
-    newer = {"top_p", "top_k", "guidance", "mean_passes", "mean_revisions"}
-    line = {key: value for key, value in dataclasses.asdict(LEARNED).items() if key not in newer}
-    (tmp_path / "results.jsonl").write_text(json.dumps(line) + "\n")
-    assert read_records(tmp_path / "results.jsonl") == [LEARNED]
-    assert (LEARNED.top_p, LEARNED.top_k, LEARNED.guidance) == (1.0, 0, 0.0)
-
-
-PUBLISHED = sorted((Path(__file__).parents[2] / "results").rglob("results.jsonl"))
-
-
 def test_every_published_record_is_read():
-    assert len(PUBLISHED) >= 40
-    for path in PUBLISHED:
+    results = Path(__file__).parents[2] / "results"
+    published = [*results.rglob("results.jsonl"), *results.rglob("records.jsonl"), *results.glob("gsm8k/*.jsonl")]
+    assert len(published) >= 46
+    for path in published:
         assert len(read_records(path)) == len(path.read_text().splitlines())
 
 
@@ -209,7 +150,12 @@ def test_no_results_yet(tmp_path):
 
 
 def test_the_learned_order_comes_first():
-    assert [(r.policy, r.budget) for r in ordered(RECORDS)] == [("learned", 2), ("iid", 2), ("iid", 4), ("margin", 16)]
+    assert [(r.spec.policy, r.spec.budget) for r in ordered(RECORDS)] == [
+        ("learned", 2),
+        ("iid", 2),
+        ("iid", 4),
+        ("margin", 16),
+    ]
 
 
 def test_columns_of_a_record():
@@ -219,7 +165,6 @@ def test_columns_of_a_record():
         "range": "1–2",
         "valid": "0.973",
         "95%": "0.961–0.981",
-        "flexible": "–",
         "distinct": "870",
         "true 99%": "850–890",
         "passes": "1,980",
@@ -234,22 +179,20 @@ def test_a_lack_of_diversity_is_marked():
 
 
 def test_no_distinct_samples_with_a_prompt():
-    prompted = dataclasses.replace(LEARNED, distinct=None, distinct_low=None, distinct_high=None)
-    assert (columns(prompted, [prompted])["distinct"], columns(prompted, [prompted])["true 99%"]) == ("–", "–")
+    prompted = changed(LEARNED, distinct=None, distinct_low=None, distinct_high=None)
+    assert not {"distinct", "true 99%"} & set(columns(prompted, [prompted]))
     mixed, alone = (printed(table(records, "title", "")) for records in ([LEARNED, prompted], [prompted]))
     assert "true 99%" in mixed
     assert "distinct" not in alone
     assert "true 99%" not in alone
 
 
-def test_the_second_way_to_score_and_what_is_too_long():
-    scored = dataclasses.replace(LEARNED, score_flexible=0.9812, overlong=7)
-    text = " ".join(printed(table([scored], "title", "")).split())
-    assert "0.981 " in text
-    assert "flexible: the last number taken for the answer." in text
-    assert f"7 of {LEARNED.num_examples} examples are too long for the model and count as wrong." in text
+def test_the_metrics_of_a_task_are_columns():
+    scored = changed(LEARNED, metrics={"flexible": 0.9812, "overlong": 0.007})
+    mixed = table([scored, LEARNED], "title", "")
+    assert mixed.headings[4:8] == ["95%", "flexible", "overlong", "distinct"]
+    assert [row[5:7] for row in mixed.rows] == [["0.981", "0.007"], ["–", "–"]]
     assert "flexible" not in printed(table(RECORDS, "title", ""))
-    assert "too long" not in printed(table([dataclasses.replace(scored, overlong=0)], "title", ""))
 
 
 def test_the_table_fits_in_80_columns():
@@ -258,8 +201,8 @@ def test_the_table_fits_in_80_columns():
         "top-prob",
         16,
         mean_steps=16.0,
-        min_steps=10,
-        max_steps=16,
+        fewest_steps=10,
+        most_steps=16,
         num_forwards=160_000,
         distinct=1000,
         distinct_low=999,
@@ -273,7 +216,7 @@ def test_the_table_fits_in_80_columns():
     for record in records:
         cells = columns(record, RECORDS)
         row = next(line for line in lines if line.strip().startswith(cells["policy"] + " "))
-        for heading in set(cells) - {"flexible", "denoiser"}:
+        for heading in set(cells) - {"denoiser"}:
             assert cells[heading] in row
 
 
@@ -291,7 +234,7 @@ def test_a_narrow_table_leaves_columns_out(width):
     edge = lines[2].index("steps")
     assert f"learned, T = 2{LONG} @ 4iid @ 2" in "".join(line[:edge].strip() for line in lines[4:])
     for record in records:
-        assert re.search(rf" {record.mean_steps:.2f}  .*{record.score:.3f} ", text)
+        assert re.search(rf" {record.mean_steps:.2f}  .*{record.outcome.score:.3f} ", text)
     assert "true 99%, passes." in " ".join(text.split()).partition("No room for: ")[2]
     assert "true 99%  " not in text
 
@@ -334,7 +277,7 @@ def test_the_bound_table():
         "0.0456",
         "-0.5200",
         "-0.5300",
-        "nats a token",
+        "nats per token",
     ):
         assert part in text
     assert max(map(len, text.splitlines())) <= 80
@@ -346,15 +289,15 @@ def test_the_bound_table():
 # --- comparisons ------------------------------------------------------------------------------------------------------
 
 ONE, TWO = heuristic("iid", 1, mean_steps=1.0, score=0.1), heuristic("iid", 2, mean_steps=2.0, score=0.3)
-COMPARED = [*compare([Result(LEARNED, None), Result(ONE, None), Result(TWO, None)])]
-FAR = [*compare([Result(LEARNED, None), Result(heuristic("margin", 16, mean_steps=16.0), None)])]
+COMPARED = [*compare([LEARNED, ONE, TWO])]
+FAR = [*compare([LEARNED, heuristic("margin", 16, mean_steps=16.0)])]
 
 
 def test_columns_of_a_comparison():
     """0.02 x 0.1 + 0.98 x 0.3 = 0.296 at 1.98 steps; without verdicts there is no interval."""
     (found,) = COMPARED
-    shown = dict(zip(comparison_headings(found), comparison_columns(found), strict=True))
-    assert shown == {
+    shown = comparison_table([found], [LEARNED])
+    assert dict(zip(shown.headings, shown.rows[0], strict=True)) == {
         "against": "iid",
         "equal steps": "0.296",
         "difference": "+0.677",
@@ -363,7 +306,7 @@ def test_columns_of_a_comparison():
         "max 2": "0.300",
     }
     certain = dataclasses.replace(found, difference=-0.0123, interval=(-0.0201, 0.0049))
-    assert comparison_columns(certain)[2:4] == ["-0.012", "-0.020 to +0.005"]
+    assert comparison_table([certain], [LEARNED]).rows[0][2:4] == ["-0.012", "-0.020 to +0.005"]
 
 
 def test_what_cannot_be_compared_is_said_instead_of_a_number():
@@ -383,9 +326,15 @@ def test_the_comparison_table_fits_in_80_columns():
     assert "-0.100 to +0.100" in text
 
 
-def test_comparisons_are_told_by_their_learned_order():
-    other = Comparison(dataclasses.replace(LEARNED, budget=5, trained_budget=5), 4, "iid", 0, "", 0, None, None, None)
-    assert by_learned([COMPARED[0], other, FAR[0]]) == [[COMPARED[0], FAR[0]], [other]]
+def test_every_learned_order_has_a_table_of_comparisons():
+    other = changed(LEARNED, budget=5, trained_budget=5)
+    titles = [shown.title for shown in result_tables([LEARNED, ONE, other, TWO], "records")]
+    assert titles == [
+        "records",
+        "learned, T = 2: 0.973 valid in 1.98 steps",
+        "learned, T = 5: 0.973 valid in 1.98 steps",
+        "area under score against steps",
+    ]
 
 
 def test_areas_are_told_with_their_range():
@@ -395,7 +344,7 @@ def test_areas_are_told_with_their_range():
         *(heuristic("a", steps, mean_steps=float(steps), score=0.5) for steps in (2, 3)),
         *(heuristic("c", steps, mean_steps=float(steps), score=1.0) for steps in (4, 1)),
     ]
-    assert area_rows([LEARNED, *rules]) == [
+    assert area_table([LEARNED, *rules]).rows == [
         ["b", "0.625", "1.00–4.00"],
         ["c", "1.000", "1.00–4.00"],
         ["a", "0.500", "2.00–3.00"],
@@ -404,18 +353,18 @@ def test_areas_are_told_with_their_range():
 
 def test_where_a_selector_chose_nothing_is_said_only_of_it():
     assert notes(RECORDS) == []
-    paper = dataclasses.replace(LEARNED, selector="bernoulli", nothing_selected=0.0123)
+    paper = changed(LEARNED, selector="bernoulli", nothing_selected=0.0123)
     (sentence,) = notes([paper, *RECORDS])
     assert sentence.startswith("learned, T = 2 selected nothing in 1.23% of its steps")
-    reward = dataclasses.replace(LEARNED, policy="reward:1", selector="nonempty", nothing_selected=0.5)
+    reward = changed(LEARNED, policy="reward:1", selector="nonempty", nothing_selected=0.5)
     (sentence,) = notes([reward])
     assert sentence.startswith("reward:1, T = 2 selected nothing in 50.00% of its steps"), (
         "whatever the selector's form"
     )
-    never = dataclasses.replace(LEARNED, selector="bernoulli", nothing_selected=0.0)
+    never = changed(LEARNED, selector="bernoulli", nothing_selected=0.0)
     (sentence,) = notes([never])
     assert sentence.startswith("learned, T = 2 selected nothing in 0.00% of its steps"), "it could have"
-    one_at_a_time = dataclasses.replace(LEARNED, policy="lo-arm", selector="bernoulli", nothing_selected=0.0)
+    one_at_a_time = changed(LEARNED, policy="lo-arm", selector="bernoulli", nothing_selected=0.0)
     assert notes([one_at_a_time]) == [], "it always selects something"
     assert "selected nothing in 1.23%" in " ".join(printed(table([paper], "", "")).split())
 
@@ -430,13 +379,13 @@ def test_revisions_are_said_only_of_rules_that_re_mask():
 
 def test_pictured_are_the_rules_at_the_learned_budget():
     orders = [order("margin"), order("iid", 2), order("iid", 4), order("learned", 2), order("top-prob", 16)]
-    assert [(o.policy, o.budget) for o in pictured(orders)] == [("learned", 2), ("iid", 2), ("margin", 2)]
+    assert [(o.spec.policy, o.spec.budget) for o in pictured(orders)] == [("learned", 2), ("iid", 2), ("margin", 2)]
 
 
 def test_pictured_without_a_learned_order_is_the_smallest_budget():
     orders = [order("margin", 4), order("iid", 2), order("margin", 2), order("iid", 16)]
-    assert [(o.policy, o.budget) for o in pictured(orders)] == [("iid", 2), ("margin", 2)]
-    assert pictured([]) == []
+    assert [(o.spec.policy, o.spec.budget) for o in pictured(orders)] == [("iid", 2), ("margin", 2)]
+    assert pictured([LEARNED]) == [], "its verdicts were not kept"
 
 
 def test_pictured_is_the_latest():
@@ -447,10 +396,10 @@ def test_pictured_is_the_latest():
 @pytest.mark.parametrize("count", [1, 2, 4, 6])
 def test_order_pictures(count):
     orders = [order(policy) for policy in ("learned", "iid", "margin", "top-prob", "a", "b")[:count]]
-    figure = order_picture(orders)
+    figure = order_picture(orders, LAYOUT)
     panels = [axes for axes in figure.axes if axes.images]
     assert len(panels) == count
-    assert [panel.get_title() for panel in panels] == [f"{o.policy}, 2 steps" for o in orders]
+    assert [panel.get_title() for panel in panels] == [f"{o.spec.policy}, 2 steps" for o in orders]
     # Row 0 reveals positions 0 and 3 first; the columns are the groups' positions 0, 2, 1, 3.
     assert panels[0].images[0].get_array().tolist() == [[0, 1, 1, 0], [1, 0, 0, 1]]
     assert len(panels[0].lines) == 1, "a line between the two groups"
@@ -458,7 +407,7 @@ def test_order_pictures(count):
 
 
 def test_a_prompt_has_no_step():
-    figure = order_picture([order(steps=((-1, 0, 1, 1),))])
+    figure = order_picture([order(steps=((-1, 0, 1, 1),))], LAYOUT)
     pixels = figure.axes[0].images[0].get_array()
     assert pixels.mask.tolist() == [[True, False, False, False]]
 
@@ -466,7 +415,7 @@ def test_a_prompt_has_no_step():
 @pytest.mark.parametrize("budget", [1, 12, 300])
 def test_order_pictures_of_any_budget(budget):
     steps = ((0, budget - 1, budget // 2, 0),)
-    figure = order_picture([order("iid", budget, steps)])
+    figure = order_picture([order("iid", budget, steps)], LAYOUT)
     figure.savefig(io.BytesIO(), format="svg")
     image = figure.axes[0].images[0]
     first, last = image.cmap(image.norm(0)), image.cmap(image.norm(budget - 1))
@@ -475,54 +424,35 @@ def test_order_pictures_of_any_budget(budget):
 
 @pytest.mark.parametrize("records", [RECORDS[:1], [LEARNED], RECORDS], ids=["a heuristic", "an order", "several"])
 def test_score_plots(records):
-    figure = score_plot(records)
+    figure = shared_plot([("", records)])
     labels = {text.get_text() for text in figure.axes[0].get_legend().get_texts()}
-    assert labels == {record.policy for record in records}
+    assert labels == {record.spec.policy + (", T = 2" if record.spec.learned else "") for record in records}
     figure.savefig(io.BytesIO(), format="png")
 
 
 def test_a_score_plot_shows_every_record():
-    axes = score_plot(RECORDS).axes[0]
+    axes = shared_plot([("", RECORDS)]).axes[0]
     points = {
         (round(x, 4), round(y, 4))
         for container in axes.containers
         for x, y in zip(*container.lines[0].get_data(), strict=True)
     }
-    assert points == {(record.mean_steps, record.score) for record in RECORDS}
+    assert points == {(record.mean_steps, round(100 * record.outcome.score, 4)) for record in RECORDS}
 
 
 def labels_of(figure):
     return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
 
 
-def stars_of(figure):
-    """Position and colour of every learned point."""
+def test_orders_of_several_runs_look_different():
+    """T = 5, 10 and 15, each with its run and its T in the legend, and nothing written over the points."""
+    orders = [changed(LEARNED, trained_budget=T, budget=T, mean_steps=T - 0.5, score=T / 20) for T in (5, 10, 15)]
+    figure = shared_plot([(f"run-{record.spec.budget}", [record]) for record in orders])
+    assert labels_of(figure) == ["run-5, learned, T = 5", "run-10, learned, T = 10", "run-15, learned, T = 15"]
     lines = [container.lines[0] for container in figure.axes[0].containers]
-    return [(*map(float, (line.get_xdata()[0], line.get_ydata()[0])), line.get_color()) for line in lines
-            if line.get_marker() == "*"]  # fmt: skip
-
-
-def test_orders_of_several_runs_are_separate_stars():
-    """T = 5, 10 and 15, each labelled with its run and its T, in colours of their own."""
-    orders = [
-        dataclasses.replace(LEARNED, trained_budget=T, budget=T, mean_steps=T - 0.5, score=T / 20) for T in (5, 10, 15)
-    ]
-    figure = shared_plot([(f"run-{record.budget}", [record]) for record in orders])
-    assert labels_of(figure) == ["run-5, learned", "run-10, learned", "run-15, learned"]
-    stars = stars_of(figure)
-    assert [star[:2] for star in stars] == [(4.5, 0.25), (9.5, 0.5), (14.5, 0.75)]
-    assert len({colour for *_, colour in stars}) == 3
-    assert [text.get_text() for text in figure.axes[0].texts] == ["T = 5", "T = 10", "T = 15"]
-
-
-def test_the_seeds_of_one_budget_have_one_label():
-    orders = [
-        dataclasses.replace(LEARNED, trained_budget=T, trained_seed=seed, mean_steps=T - seed / 10, score=seed / 10)
-        for T in (5, 10)
-        for seed in (1, 2, 3)
-    ]
-    texts = plot([Line("learned", orders)]).axes[0].texts
-    assert [(text.get_text(), text.xy) for text in texts] == [("T = 5", (4.9, 0.1)), ("T = 10", (9.9, 0.1))]
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in lines] == [(4.5, 25), (9.5, 50), (14.5, 75)]
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == 3
+    assert not figure.axes[0].texts
 
 
 def test_a_rule_on_the_same_denoiser_is_one_line_and_on_others_several():
@@ -531,14 +461,14 @@ def test_a_rule_on_the_same_denoiser_is_one_line_and_on_others_several():
     assert labels_of(figure) == ["a, b, iid", "c, iid"]
     lines = [container.lines[0] for container in figure.axes[0].containers]
     assert [len(line.get_xdata()) for line in lines] == [2, 1]
-    assert lines[0].get_color() == lines[1].get_color(), "a colour a rule"
-    assert lines[0].get_marker() != lines[1].get_marker(), "a marker a run"
+    assert lines[0].get_color() == lines[1].get_color(), "a colour per rule"
+    assert lines[0].get_marker() != lines[1].get_marker(), "a marker per run"
 
 
 def test_any_name_can_be_drawn():
     names = ["_hidden", "a $ b $", r"$\frac$", "<b>&", "x" * 150]
-    figure = shared_plot([(name, [dataclasses.replace(LEARNED, score=0.5)]) for name in names])
-    assert [label.strip() for label in labels_of(figure)] == [f"{name}, learned" for name in names]
+    figure = shared_plot([(name, [changed(LEARNED, score=0.5)]) for name in names])
+    assert [label.strip() for label in labels_of(figure)] == [f"{name}, learned, T = 2" for name in names]
     figure.savefig(io.BytesIO(), format="svg")
     assert figure.axes[0].get_window_extent().width > 300, "the legend leaves room for the plot"
 
@@ -547,7 +477,7 @@ def test_fifteen_rules_have_fifteen_colours():
     rules = ["iid", "top-prob", "margin", *(f"rule-{i}" for i in range(12))]
     found = colours_of(rules)
     assert len(set(found.values())) == 15
-    assert not set(found.values()) & set(LEARNED_COLOURS)
+    assert not set(found.values()) & {look["color"] for look in ORDER_LOOKS}
     assert {name: found[name] for name in COLOURS} == COLOURS
 
 
@@ -591,10 +521,13 @@ class Page(HTMLParser):
         self.inside = ""
 
 
+PICTURED = [order(), *RECORDS[:2], RECORDS[3]]
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
-    write_html(path, [Section("groups: <16> tokens & more", 'a "caption" <b>', RECORDS, [order(), order("iid")])])
+    write_html(path, [Section("groups: <16> tokens & more", 'a "caption" <b>', PICTURED, LAYOUT)])
     return path.read_text()
 
 
@@ -614,11 +547,11 @@ def test_the_page_holds_both_plots_and_the_table(page):
     parsed = Page(page)
     assert parsed.count["svg"] == 2
     assert parsed.count["figure"] == 2
-    headings, rows = rows_of(ordered(RECORDS))
-    assert headings == [heading for heading in HEADINGS if heading != "flexible"]
-    cells = [*headings, *(cell for row in rows for cell in row)]
+    shown = table(PICTURED, "", "")
+    cells = [*shown.headings, *(cell for row in shown.rows for cell in row)]
+    assert parsed.cells[: len(cells)] == cells
     # iid runs from 2 to 4 in this table: (0.012 + 0.13) / 2
-    assert parsed.cells == [*cells, *AREA_HEADINGS, "iid", "0.071", "1.98–3.90"]
+    assert parsed.cells[-6:] == ["rule", "mean score", "over steps", "iid", "0.071", "1.98–3.90"]
 
 
 def test_the_page_escapes(page):
@@ -633,7 +566,7 @@ def test_the_learned_order_stands_out(page):
 
 def test_a_page_without_orders_and_with_several_runs(tmp_path):
     path = tmp_path / "report.html"
-    write_html(path, [Section("one", "", RECORDS, []), Section("two", "", [LEARNED], [order()], BOUND)])
+    write_html(path, [Section("one", "", RECORDS, LAYOUT), Section("two", "", [order()], LAYOUT, BOUND)])
     parsed = Page(path.read_text())
     assert parsed.count["section"] == 2
     assert parsed.count["svg"] == 1 + 2
@@ -641,11 +574,13 @@ def test_a_page_without_orders_and_with_several_runs(tmp_path):
 
 def test_the_page_tells_the_comparison(tmp_path):
     path = tmp_path / "report.html"
-    paper = dataclasses.replace(LEARNED, selector="bernoulli", nothing_selected=0.0123)
-    write_html(path, [Section("one", "which denoiser", [paper, ONE, TWO], [], comparisons=[*COMPARED, *FAR])])
+    paper = changed(LEARNED, selector="bernoulli", nothing_selected=0.0123)
+    far = heuristic("margin", 16, mean_steps=16.0)
+    write_html(path, [Section("one", "which denoiser", [paper, ONE, TWO, far], LAYOUT)])
     text = path.read_text()
     cells = Page(text).cells
-    for part in (*comparison_headings(COMPARED[0]), *comparison_columns(COMPARED[0]), *AREA_HEADINGS, "1.00–2.00"):
+    compared = comparison_table(COMPARED, [LEARNED])
+    for part in (*compared.headings, *compared.rows[0], "mean score", "1.00–2.00"):
         assert part in cells
     assert "Not comparable: margin: evaluate it at 1 and 2 steps, if it can run there." in text
     assert "selected nothing in 1.23% of its steps" in text
@@ -657,10 +592,10 @@ EVIL = "\x1b[2J\u202e<script>alert('&')</script>"
 
 def test_the_page_escapes_the_names_of_runs_and_rules(tmp_path):
     path = tmp_path / "report.html"
-    evil = dataclasses.replace(LEARNED, policy=f"{EVIL}, learned")
+    evil = changed(LEARNED, policy=f"{EVIL}, learned")
     one, rule = heuristic(EVIL, 1, mean_steps=1.0), heuristic(EVIL, 2, mean_steps=2.0)
-    compared = compare([Result(evil, None), Result(rule, None), Result(one, None)])
-    section = Section(EVIL, EVIL, [evil, rule, one], [order(EVIL)], None, compared, EVIL, EVIL)
+    compared = compare([evil, rule, one])
+    section = Section(EVIL, EVIL, [evil, rule, one, order(EVIL)], LAYOUT, None, EVIL, EVIL)
     write_html(path, [section, section])
     text = path.read_text()
     assert "<script" not in text
@@ -676,8 +611,8 @@ def test_the_page_escapes_the_names_of_runs_and_rules(tmp_path):
 
 
 def test_runs_of_the_same_task_share_a_plot(tmp_path):
-    one, two, three = (Section(name, "", [LEARNED], [], run=name, task="groups 1") for name in "abc")
-    alone = Section("d", "", [LEARNED], [], run="d", task="groups 2")
+    one, two, three = (Section(name, "", [LEARNED], LAYOUT, run=name, task="groups 1") for name in "abc")
+    alone = Section("d", "", [LEARNED], LAYOUT, run="d", task="groups 2")
     assert together([one, alone, two, three]) == [[one, two, three]]
     assert together([one, alone]) == []
     path = tmp_path / "report.html"
@@ -690,7 +625,7 @@ def test_runs_of_the_same_task_share_a_plot(tmp_path):
 
 def test_the_page_tells_the_bound_and_the_true_likelihood(tmp_path):
     path = tmp_path / "report.html"
-    write_html(path, [Section("one", "", [LEARNED], [], BOUND)])
+    write_html(path, [Section("one", "", [LEARNED], LAYOUT, BOUND)])
     cells = Page(path.read_text()).cells
     assert "true log-likelihood of the same sequences" in cells
     assert f"{BOUND.true_log_likelihood:.4f}" in cells
@@ -709,7 +644,7 @@ def test_a_bound_round_trip(tmp_path):
 
 def test_a_page_replaces_only_a_page(tmp_path):
     path = tmp_path / "report.html"
-    section = Section("one", "", [LEARNED], [])
+    section = Section("one", "", [LEARNED], LAYOUT)
     write_html(path, [section])
     write_html(path, [section, section])
     path.write_text("a letter to my mother")
@@ -719,11 +654,11 @@ def test_a_page_replaces_only_a_page(tmp_path):
 
 
 def test_what_differs_between_records_is_in_their_names():
-    greedy = dataclasses.replace(heuristic("iid", 2), temperature=0.0)
+    greedy = changed(heuristic("iid", 2), temperature=0.0)
     sampled = heuristic("iid", 2)
     names = [columns(record, [greedy, sampled])["policy"] for record in (greedy, sampled)]
     assert names == ["iid, temperature 0 @ 2", "iid, temperature 1 @ 2"]
-    figure = score_plot([greedy, sampled])
+    figure = shared_plot([("", [greedy, sampled])])
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == [
         "iid, temperature 0",
         "iid, temperature 1",

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from tests.studies.test_study import DENOISER
 from tests.tasks.test_gsm8k import TEST, many, write_jsonl
 from tests.test_cli import call, refused  # noqa: F401
 from tests.test_display import HIDDEN
-from unmask.cli import _console, _print_legend
 from unmask.decoding.policies import LeftToRight, TopProbability
 from unmask.decoding.tokens import TokenChoice
-from unmask.report.trace import MASK, PROMPT, Span, picture, spans, write
+from unmask.report.trace import MASK, PROMPT, Span, picture, print_legend, spans, write
 from unmask.tasks.gsm8k.gsm8k import GSM8K
 from unmask.tasks.puzzles.groups import Groups
 
@@ -140,7 +140,7 @@ def test_nothing_that_is_written_steers_the_terminal():
 
 def test_the_legend_of_many_steps_is_one_line(task, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    _print_legend(_console(), 72, has_end=True)
+    print_legend(Console(highlight=False), replace(written(task), budget=72))
     assert capsys.readouterr().out == "step 0 1 2 3 4 5 ... 71  prompt  · mask  ░ end of sequence\n"
     legend = xml.dom.minidom.parseString(picture([replace(written(task), budget=72)])).getElementsByTagName("text")[0]
     shown = "".join(part.firstChild.data for part in legend.childNodes)

@@ -1,18 +1,18 @@
 """The tables and plots of a Markdown page, from records made by hand; and the committed page from its records."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
-from tests.report.test_report import LEARNED
+from tests.evaluation.by_hand import LEARNED, changed
 from tests.test_cli import call, refused  # noqa: F401
 from unmask.evaluation.compare import Gain
+from unmask.evaluation.records import append_records
 from unmask.jsonl import append_jsonl
+from unmask.report.plots import plot
 from unmask.studies.results_page import (
     BEGIN,
     order_series,
-    plot,
     read_results,
     rule_series,
     tables,
@@ -31,24 +31,37 @@ COMMON = {
     "num_examples": 6000,
     "temperature": 0.0,
 }
+OVERLONG = {"overlong": 0.0005}  # 3 of 6,000
 
 
 def record(policy="learned", T=5, seed=0, **values):
     """A learned order, or with T = None a rule."""
-    own = {"trained_budget": T, "trained_seed": None if T is None else seed, "budget": T or 5, "overlong": 3}
-    own |= {"plain_denoiser": None if T is None else PLAIN, "mean_steps": float(T or 5), "max_steps": T or 5}
-    return dataclasses.replace(LEARNED, policy=policy, **(COMMON | own | values))
+    own = {
+        "trained_budget": T,
+        "trained_seed": None if T is None else seed,
+        "budget": T or 5,
+        "metrics": {"overlong": 0.0005},
+    }
+    own |= {"plain_denoiser": None if T is None else PLAIN, "mean_steps": float(T or 5), "most_steps": T or 5}
+    return changed(LEARNED, policy=policy, **(COMMON | own | values))
 
 
 RECORDS = [
-    record(score=0.4841, ci_low=0.47, ci_high=0.5, score_flexible=0.49, mean_steps=4.97, min_steps=3),
+    record(
+        score=0.4841,
+        ci_low=0.47,
+        ci_high=0.5,
+        metrics={"overlong": 0.0005, "flexible": 0.49},
+        mean_steps=4.97,
+        fewest_steps=3,
+    ),
     record(seed=1, score=0.4639),
     record(seed=0, T=10, score=0.575),
     record(denoiser=ALONG, plain_denoiser=FURTHER, score=0.3),
     *(record("top-prob", None, budget=steps, mean_steps=float(steps), score=0.4 + steps / 100) for steps in (4, 5, 10)),
     record("iid", None, budget=5, mean_steps=4.84, score=0.311),
     record("top-prob", None, denoiser=FURTHER, score=0.45),
-    record("top-prob", None, split="test", num_examples=1319, score=0.01, overlong=0),
+    record("top-prob", None, split="test", num_examples=1319, score=0.01, metrics={"overlong": 0.0}),
 ]
 
 
@@ -101,7 +114,7 @@ DONE = [
 def folder(tmp_path):
     folder = tmp_path / "gsm8k"
     (folder / "small").mkdir(parents=True)
-    append_jsonl(folder / "small.jsonl", RECORDS)
+    append_records(folder / "small.jsonl", RECORDS)
     append_jsonl(folder / "small" / "gains.jsonl", GAINS)
     append_jsonl(folder / "small" / "stages.jsonl", DONE)
     return folder
@@ -136,8 +149,8 @@ def test_the_rules_stand_by_denoiser_and_budget(folder):
 def test_splits_have_parts_of_their_own(folder):
     text = tables(read_results(folder), "plots")
     numbers, test = text.split("## 30m: test")
-    assert "6,000 problems, of which 3 are too long for the model and count as wrong" in numbers
-    assert "1,319 problems; greedy tokens." in test
+    assert "6,000 problems (overlong: 3); greedy tokens." in numbers
+    assert "1,319 problems (overlong: 0); greedy tokens." in test
     assert "![30m: new-numbers: accuracy against mean steps](plots/small-new-numbers.svg)" in numbers
     assert "joint orders use `ba9876`" in numbers
     assert "entropy" in numbers
@@ -148,7 +161,7 @@ def test_what_was_evaluated_otherwise_is_not_mixed_in(folder, tmp_path):
     """A rule on 1,000 problems, or at another temperature, is in a part of its own, beside no gain of the others."""
     few = record("top-prob", None, num_examples=1000, score=0.99)
     warm = record("top-prob", None, temperature=1.0, score=0.98)
-    append_jsonl(folder / "small.jsonl", [few, warm])
+    append_records(folder / "small.jsonl", [few, warm])
     text = tables(read_results(folder), "plots")
     titles = ["temperature 0, examples 6000", "temperature 0, examples 1000", "temperature 1, examples 6000"]
     parts = [text.split(f"## 30m: new-numbers, {title}\n")[1].split("\n## ")[0] for title in titles]
@@ -196,13 +209,13 @@ def test_the_union_of_intervals():
 def test_what_a_plot_shows():
     """Rules on the shared denoiser, of the adaptive ones the best two; an order has one point per budget."""
     rules = ("threshold:0.9", 0.7), ("factor:1", 0.8), ("eb:0.1", 0.6)
-    chosen = [r for r in RECORDS if r.split == "new-numbers"] + [record(rule, None, score=s) for rule, s in rules]
+    chosen = [r for r in RECORDS if r.spec.split == "new-numbers"] + [record(rule, None, score=s) for rule, s in rules]
     shown = {series.label: series.means("score") for series in rule_series(chosen)}
     assert list(shown) == ["IID", "top probability", "factor:1", "threshold:0.9"]
     assert shown["top probability"] == [0.44, 0.45, 0.5], "by their steps, without the one on another denoiser"
     orders = {series.label: series.means("score") for series in order_series(chosen)}
     assert orders == {"learned, frozen, sampled": [pytest.approx(0.474), 0.575], "learned, joint, sampled": [0.3]}
-    (axes,) = plot(chosen).axes
+    (axes,) = plot([*rule_series(chosen), *order_series(chosen)], "solved, %").axes
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [*shown, *orders]
     assert not axes.texts, "nothing is written into the plot, where it would overprint the points"
 
@@ -210,7 +223,7 @@ def test_what_a_plot_shows():
 def test_rules_of_one_order_are_not_mixed_up(folder):
     """The same order decoded in another way has rows, a mean, a gain and a line of its own."""
     other = {"policy": "learned(deterministic)"}
-    append_jsonl(folder / "small.jsonl", [record(seed=seed, score=0.2, **other) for seed in (0, 1)])
+    append_records(folder / "small.jsonl", [record(seed=seed, score=0.2, **other) for seed in (0, 1)])
     append_jsonl(folder / "small" / "gains.jsonl", [gain(score=0.2, seed_gains=[-0.25, -0.25], **other)])
     (study,) = read_results(folder)
     found = rows(tables([study], "plots"))

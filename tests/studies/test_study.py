@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.evaluation.by_hand import LEARNED
 from tests.evaluation.test_compare import learned, result
-from tests.report.test_report import LEARNED
 from tests.tasks.test_gsm8k import TEST, many, write_jsonl
 from tests.test_cli import call, refused  # noqa: F401
 from tests.training.small import contents, json_lines
@@ -19,8 +19,8 @@ from unmask import files
 from unmask.cli import main
 from unmask.errors import UserError
 from unmask.evaluation.compare import Gain
+from unmask.evaluation.records import read_records
 from unmask.jsonl import read_jsonl
-from unmask.report.tables import read_records
 from unmask.runtime import process_settings
 from unmask.studies.jobs import Ended
 from unmask.studies.study import Reproduction, load_study
@@ -209,34 +209,36 @@ def test_the_records_tell_runs_and_splits_apart(study):
     plain, frozen0, frozen1, joint, continued, *shared = (
         read_records(study / "runs" / run / "results.jsonl") for run in FIRST
     )
-    denoiser = plain[0].denoiser
-    assert {record.split for record in plain} == {"new-numbers-dev", "test"}
-    assert {record.denoiser for record in plain} == {denoiser}
-    assert {record.trained_seed for record in plain} == {None}
+    denoiser = plain[0].spec.denoiser
+    assert {record.spec.split for record in plain} == {"new-numbers-dev", "test"}
+    assert {record.spec.denoiser for record in plain} == {denoiser}
+    assert {record.spec.trained_seed for record in plain} == {None}
     for seed, records in enumerate((frozen0, frozen1)):
-        assert [(r.policy, r.split, r.trained_seed, r.seed) for r in records] == [
+        assert [(r.spec.policy, r.spec.split, r.spec.trained_seed, r.spec.seed) for r in records] == [
             ("learned", "new-numbers-dev", seed, 0),
             ("learned(deterministic)", "new-numbers-dev", seed, 0),
             ("learned", "test", seed, 0),
         ]
-        assert {(r.model, r.denoiser, r.plain_denoiser) for r in records} == {("tiny", denoiser, denoiser)}
-        assert [(r.num_examples, r.overlong) for r in records] == [(6, 0), (6, 0), (2, 0)]
-    learned = [record for record in joint if record.trained_budget is not None]
-    rivals = {record.denoiser for record in joint if record.trained_budget is None}
-    assert {record.plain_denoiser for record in learned} == rivals
-    assert denoiser not in rivals | {learned[0].denoiser}
-    assert all(r.score <= r.score_flexible <= 1 for r in [*plain, *joint])
-    assert {record.trained_budget for record in continued} == {None}
-    (baseline,) = {record.denoiser for record in continued}
+        assert {(r.spec.model, r.spec.denoiser, r.spec.plain_denoiser) for r in records} == {
+            ("tiny", denoiser, denoiser)
+        }
+        assert [(r.spec.num_examples, r.outcome.metrics["overlong"]) for r in records] == [(6, 0), (6, 0), (2, 0)]
+    learned = [record for record in joint if record.spec.trained_budget is not None]
+    rivals = {record.spec.denoiser for record in joint if record.spec.trained_budget is None}
+    assert {record.spec.plain_denoiser for record in learned} == rivals
+    assert denoiser not in rivals | {learned[0].spec.denoiser}
+    assert all(r.outcome.score <= r.outcome.metrics["flexible"] <= 1 for r in [*plain, *joint])
+    assert {record.spec.trained_budget for record in continued} == {None}
+    (baseline,) = {record.spec.denoiser for record in continued}
     assert baseline not in rivals | {denoiser}, "the other joint order trained its own"
     for seed, records in enumerate(shared):
-        assert [(r.policy, r.split, r.trained_seed, r.trained_budget) for r in records] == [
+        assert [(r.spec.policy, r.spec.split, r.spec.trained_seed, r.spec.trained_budget) for r in records] == [
             ("learned", "new-numbers-dev", seed, 3),
             ("learned(deterministic)", "new-numbers-dev", seed, 3),
             ("learned", "test", seed, 3),
         ]
-        assert {r.plain_denoiser for r in records} == {baseline}
-        assert baseline not in {r.denoiser for r in records}
+        assert {r.spec.plain_denoiser for r in records} == {baseline}
+        assert baseline not in {r.spec.denoiser for r in records}
     for run in ("shared-seed0", "shared-seed1"):
         stages = {line["stage"] for line in json_lines(study / "runs" / run / "metrics.jsonl")}
         assert stages == {"order"}, "no baseline of its own"
@@ -244,10 +246,10 @@ def test_the_records_tell_runs_and_splits_apart(study):
 
 def test_of_the_other_rules_only_one_is_left_on_later_splits(study):
     plain = read_records(study / "runs" / "denoiser" / "results.jsonl")
-    by_split = {split: {r.policy for r in plain if r.split == split} for split in ("new-numbers-dev", "test")}
+    by_split = {split: {r.spec.policy for r in plain if r.spec.split == split} for split in ("new-numbers-dev", "test")}
     assert by_split["new-numbers-dev"] == {"iid", "top-prob", "entropy", "left-to-right"}
     assert by_split["test"] in ({"iid", "top-prob", "entropy"}, {"iid", "top-prob", "left-to-right"})
-    spec = [r.budget for r in plain if r.policy == "top-prob" and r.split == "new-numbers-dev"]
+    spec = [r.spec.budget for r in plain if r.spec.policy == "top-prob" and r.spec.split == "new-numbers-dev"]
     assert {1, 4} < set(spec), "the steps that were asked for, and those that a comparison needs"
 
 
@@ -268,15 +270,15 @@ def test_another_rule_is_chosen(study, tmp_path):
 def test_the_best_of_the_other_rules(study):
     """By the mean score at the steps of the frozen orders on the first split; a rule that stops early, by its best."""
     dev = {"split": "new-numbers-dev"}
-    one = learned("11111111", [2] * 8, plain_denoiser=LEARNED.denoiser, **dev)
-    two = learned(plain_denoiser=LEARNED.denoiser, trained_seed=1, **dev)  # 1.75 steps
+    one = learned("11111111", [2] * 8, plain_denoiser=LEARNED.spec.denoiser, **dev)
+    two = learned(plain_denoiser=LEARNED.spec.denoiser, trained_seed=1, **dev)  # 1.75 steps
     rules = [result("entropy", 1, "11111111", **dev), result("entropy", 2, "00000000", **dev)]  # 0 and 1/4
     rules += [result("left-to-right", 4, "11000000", [1] * 8, **dev)]  # 1/4: it never takes more than one step
     rules += [result("margin", steps, "11111111", **dev) for steps in (1, 2)]  # none of the others
     elsewhere = [result("entropy", steps, "11111111", split="test") for steps in (1, 2)]
-    joint = learned(denoiser="ba9876543210", plain_denoiser=LEARNED.denoiser, steps=[1] * 8, **dev)
+    joint = learned(denoiser="ba9876543210", plain_denoiser=LEARNED.spec.denoiser, steps=[1] * 8, **dev)
     whole = reproduction(study, study / "nowhere")
-    frozen = {"trained_budget": 2, "plain_denoiser": LEARNED.denoiser}
+    frozen = {"trained_budget": 2, "plain_denoiser": LEARNED.spec.denoiser}
     tried = result("learned(deterministic)", 2, "00000000", [1] * 8, **frozen, **dev)
     whole.evaluated = lambda: [one, two, joint, tried, tried, *rules, *elsewhere]
     assert whole._best_others() == ["left-to-right"]

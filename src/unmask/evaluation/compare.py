@@ -4,38 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from unmask.errors import UserError
-from unmask.evaluation.evaluate import Record
-from unmask.evaluation.verdicts import VerdictFile, Verdicts
+from unmask.evaluation.records import Record
 
 RESAMPLES = 10_000
 NEAR = 1e-9  # means of whole numbers that differ by less are the same
-# Records are compared only where all of this is the same.
-SAME = (
-    *("task", "split", "num_examples", "seed"),
-    *("temperature", "top_p", "top_k", "guidance", "eos_policy", "precision"),
-)
 PLAIN_RULES = ("iid", "top-prob", "margin")  # the paper's rivals
-
-
-class Result(NamedTuple):
-    """A record and, where they were kept, the verdicts that it sums up."""
-
-    record: Record
-    verdicts: Verdicts | None
-
-    @property
-    def mean_steps(self) -> float:
-        """Exactly where the verdicts are here; records round it to four digits."""
-        if self.verdicts is None:
-            return self.record.mean_steps
-        return int(self.verdicts.steps.sum()) / len(self.verdicts.steps)
 
 
 class Difference(NamedTuple):
@@ -60,7 +40,6 @@ class Comparison:
     """A learned order against one heuristic."""
 
     learned: Record
-    mean_steps: float  # of the learned order
     policy: str
     score: float | None  # the heuristic's at as many steps as the learned order takes on average
     missing: str  # why there is no such score
@@ -71,7 +50,7 @@ class Comparison:
 
     @property
     def floor(self) -> int:
-        return _floor(self.mean_steps)
+        return _floor(self.learned.mean_steps)
 
 
 class Area(NamedTuple):
@@ -82,37 +61,14 @@ class Area(NamedTuple):
     high: float
 
 
-def results(records: Iterable[Record], verdicts: VerdictFile) -> list[Result]:
-    return [Result(record, verdicts.of(record)) for record in records]
-
-
-def comparable(first: Record, second: Record) -> bool:
-    return all(getattr(first, name) == getattr(second, name) for name in SAME)
-
-
 def paired_difference(first: np.ndarray, second: np.ndarray, seed: int = 0) -> Difference:
-    """The mean of first - second, scores [E] of the same examples, with a 95% percentile bootstrap over examples.
-
-    A resample of E examples is a multinomial draw of how often each distinct difference occurs, and there are few.
-    """
+    """The mean of first - second, scores [E] of the same examples, with a 95% percentile bootstrap over examples."""
     if len(first) != len(second) or len(first) == 0:
         raise UserError(f"paired scores must be of the same examples, got {len(first)} and {len(second)}")
-    differences = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
-    values, counts = np.unique(differences, return_counts=True)
-    E = len(differences)
-    draws = np.random.default_rng(seed)
-    at_once = max(1, 2**22 // len(values))  # to bound memory, should the differences be many
-    means = np.concatenate(
-        [
-            draws.multinomial(E, counts / E, size=min(at_once, RESAMPLES - start)) @ values / E
-            for start in range(0, RESAMPLES, at_once)
-        ]
-    )
-    low, high = np.percentile(means, [2.5, 97.5])
-    return Difference(float(differences.mean()), float(low), float(high))
+    return crossed_difference(np.asarray(first, dtype=np.float64)[None] - np.asarray(second, dtype=np.float64), seed)
 
 
-def at_equal_steps(mean_steps: float, curve: Sequence[Result]) -> AtEqualSteps:
+def at_equal_steps(mean_steps: float, curve: Sequence[Record]) -> AtEqualSteps:
     """The score of one heuristic at a mean number of steps m, interpolated between its own nearest points.
 
     (1 - w) s_a + w s_b  with  w = (m - m_a) / (m_b - m_a),  m_a <= m <= m_b,  one step or one budget apart at most.
@@ -120,57 +76,57 @@ def at_equal_steps(mean_steps: float, curve: Sequence[Result]) -> AtEqualSteps:
     For rules that take as many steps as their budget, a and b are the floor and the ceiling of m.  Of points with the
     same mean, the one with the smallest budget counts.
     """
-    points = sorted(curve, key=lambda point: (point.mean_steps, point.record.budget))
+    points = sorted(curve, key=lambda point: (point.mean_steps, point.spec.budget))
     below = max((p for p in points if p.mean_steps <= mean_steps + NEAR), key=lambda p: p.mean_steps, default=None)
     above = min((p for p in points if p.mean_steps >= mean_steps - NEAR), key=lambda p: p.mean_steps, default=None)
     if below is None or above is None or not _are_next(below, above):
         return AtEqualSteps(None, missing=_what_is_missing(mean_steps, points))
     width = above.mean_steps - below.mean_steps
     w = (mean_steps - below.mean_steps) / width if width > NEAR else 0.0
-    score = (1 - w) * below.record.score + w * above.record.score
+    score = (1 - w) * below.outcome.score + w * above.outcome.score
     if below.verdicts is None or above.verdicts is None:
         return AtEqualSteps(score)
     return AtEqualSteps(score, (1 - w) * below.verdicts.valid + w * above.verdicts.valid)
 
 
-def _are_next(below: Result, above: Result) -> bool:
-    """Some rules (iid) take a little less than their budget, so neighbours may be a hair more than a step apart."""
-    return above.mean_steps - below.mean_steps <= 1 + NEAR or above.record.budget - below.record.budget == 1
+def _are_next(below: Record, above: Record) -> bool:
+    """Some rules (iid) take a little less than their budget, so neighbours may be slightly more than a step apart."""
+    return above.mean_steps - below.mean_steps <= 1 + NEAR or above.spec.budget - below.spec.budget == 1
 
 
-def at_most_steps(mean_steps: float, curve: Sequence[Result]) -> tuple[AtEqualSteps, float]:
+def at_most_steps(mean_steps: float, curve: Sequence[Record]) -> tuple[AtEqualSteps, float]:
     """At equal steps, or where the rule takes fewer though it had more, at what it takes with its largest budget."""
     equal, most = at_equal_steps(mean_steps, curve), _with_most(curve)
     if equal.score is None and _ends_before(mean_steps, most):
-        return AtEqualSteps(most.record.score, 1.0 * most.verdicts.valid if most.verdicts else None), most.mean_steps
+        return AtEqualSteps(most.outcome.score, 1.0 * most.verdicts.valid if most.verdicts else None), most.mean_steps
     return equal, mean_steps
 
 
-def _with_most(curve: Sequence[Result]) -> Result:
-    return max(curve, key=lambda point: point.record.budget)
+def _with_most(curve: Sequence[Record]) -> Record:
+    return max(curve, key=lambda point: point.spec.budget)
 
 
-def _ends_before(mean_steps: float, most: Result) -> bool:
+def _ends_before(mean_steps: float, most: Record) -> bool:
     """Whether a rule, at its largest budget `most`, may take more steps than these and takes fewer."""
-    return most.mean_steps < mean_steps and most.record.budget > math.ceil(mean_steps - NEAR)
+    return most.mean_steps < mean_steps and most.spec.budget > math.ceil(mean_steps - NEAR)
 
 
 def _floor(mean_steps: float) -> int:
     return math.floor(mean_steps + NEAR)
 
 
-def _what_is_missing(mean_steps: float, points: Sequence[Result]) -> str:
+def _what_is_missing(mean_steps: float, points: Sequence[Record]) -> str:
     floor = _floor(mean_steps)
     most = _with_most(points)
     if _ends_before(mean_steps, most):
-        return f"takes {most.mean_steps:.2f} steps at a budget of {most.record.budget}"
+        return f"takes {most.mean_steps:.2f} steps at a budget of {most.spec.budget}"
     # A rule that takes a little less than its budget (iid) may need one step more.
-    close = [p.record.budget for p in points if mean_steps - 1 <= p.mean_steps <= mean_steps + NEAR]
+    close = [p.spec.budget for p in points if mean_steps - 1 <= p.mean_steps <= mean_steps + NEAR]
     first = max([floor, *close])
     return f"evaluate it at {first} and {first + 1} steps, if it can run there"
 
 
-def next_budget(mean_steps: float, curve: Sequence[Result]) -> int | None:
+def next_budget(mean_steps: float, curve: Sequence[Record]) -> int | None:
     """The budget that a comparison of a rule at these steps lacks, where it takes fewer steps than its budgets.
 
     iid takes a little less than them; a threshold may need a budget of 16 for 5.4 steps.
@@ -178,60 +134,57 @@ def next_budget(mean_steps: float, curve: Sequence[Result]) -> int | None:
     below = [point for point in curve if point.mean_steps < mean_steps]
     if not below or at_equal_steps(mean_steps, curve).score is not None:
         return None
-    budget = _with_most(below).record.budget
+    budget = _with_most(below).spec.budget
     ends = _ends_before(mean_steps, _with_most(curve))
     return None if ends or budget < _floor(mean_steps) else budget + 1
 
 
-def compare(evaluated: Sequence[Result]) -> list[Comparison]:
+def compare(records: Sequence[Record]) -> list[Comparison]:
     """Every learned order against every heuristic with which it can be compared."""
-    comparisons = []
-    for learned in evaluated:
-        if learned.record.trained_budget is None:
-            continue
-        comparisons += [_against(learned, curve) for curve in curves(rivals(learned.record, evaluated))]
-    return comparisons
-
-
-def rivals(learned: Record, evaluated: Iterable[Result]) -> list[Result]:
-    """The heuristics that a learned order can be compared with: on the denoiser that its record names, if it does."""
     return [
-        result
-        for result in evaluated
-        if result.record.trained_budget is None
-        and comparable(result.record, learned)
-        and learned.plain_denoiser in (None, result.record.denoiser)
+        _against(learned, curve)
+        for learned in records
+        if learned.spec.learned
+        for curve in curves(rivals(learned, records))
     ]
 
 
-def curves(evaluated: Iterable[Result]) -> list[list[Result]]:
-    """The results of each rule on each denoiser, told apart by whatever forbids a comparison."""
-    found: dict[tuple[object, ...], list[Result]] = {}
-    for result in evaluated:
-        record = result.record
-        own = (record.policy, record.denoiser, record.trained_budget is None, record.trained_seed)
-        key = (*own, *(getattr(record, name) for name in SAME))
-        found.setdefault(key, []).append(result)
+def rivals(learned: Record, records: Iterable[Record]) -> list[Record]:
+    """The heuristics that a learned order can be compared with: on the denoiser that its record names, if it does."""
+    return [
+        record
+        for record in records
+        if not record.spec.learned
+        and record.spec.setting == learned.spec.setting
+        and learned.spec.plain_denoiser in (None, record.spec.denoiser)
+    ]
+
+
+def curves(records: Iterable[Record]) -> list[list[Record]]:
+    """The records of each rule on each denoiser, one list for each setting that forbids a comparison."""
+    found: dict[tuple[object, ...], list[Record]] = {}
+    for record in records:
+        spec = record.spec
+        key = (spec.policy, spec.denoiser, spec.learned, spec.trained_seed, *spec.setting)
+        found.setdefault(key, []).append(record)
     return list(found.values())
 
 
-def _against(learned: Result, curve: Sequence[Result]) -> Comparison:
-    mean_steps, score = learned.mean_steps, learned.record.score
-    equal = at_equal_steps(mean_steps, curve)
+def _against(learned: Record, curve: Sequence[Record]) -> Comparison:
+    equal = at_equal_steps(learned.mean_steps, curve)
     interval = None
     if learned.verdicts is not None and equal.by_example is not None:
         interval = paired_difference(learned.verdicts.valid, equal.by_example)[1:]
-    by_budget = {result.record.budget: result.record for result in curve}
+    by_budget = {record.spec.budget: record for record in curve}
     return Comparison(
-        learned.record,
-        mean_steps,
-        curve[0].record.policy,
+        learned,
+        curve[0].spec.policy,
         equal.score,
         equal.missing,
-        None if equal.score is None else score - equal.score,
+        None if equal.score is None else learned.outcome.score - equal.score,
         interval,
-        by_budget.get(_floor(mean_steps)),
-        by_budget.get(learned.record.max_steps),
+        by_budget.get(_floor(learned.mean_steps)),
+        by_budget.get(learned.outcome.most_steps),
     )
 
 
@@ -255,7 +208,7 @@ class Gain:
     model: str
     policy: str  # the learned rule
     trained_budget: int
-    joint: bool  # the denoiser learned along; the heuristic runs on one that was plainly trained on
+    joint: bool  # the denoiser was trained too; the heuristic runs on one that was trained further without an order
     rival: str
     best: bool  # the rival with the highest score among iid, top-prob and margin
     seeds: list[int | None]
@@ -274,51 +227,41 @@ class Gain:
     revision: str
 
 
-def gains(evaluated: Sequence[Result]) -> list[Gain]:
+def gains(records: Sequence[Record]) -> list[Gain]:
     """Every group of learned orders against every heuristic that all of them can be compared with; verdicts needed."""
-    groups: dict[tuple[object, ...], list[Result]] = {}
-    for result in evaluated:
-        record = result.record
-        if record.trained_budget is not None and result.verdicts is not None:
-            key = (record.model, record.policy, record.trained_budget, _is_joint(record))
-            groups.setdefault((*key, *(getattr(record, name) for name in SAME)), []).append(result)
-    return [gain for orders in groups.values() for gain in _gains(orders, evaluated)]
+    groups: dict[tuple[object, ...], list[Record]] = {}
+    for record in records:
+        spec = record.spec
+        if spec.learned and record.verdicts is not None:
+            key = (spec.model, spec.policy, spec.trained_budget, spec.joint, *spec.setting)
+            groups.setdefault(key, []).append(record)
+    return [gain for orders in groups.values() for gain in _gains(orders, records)]
 
 
-def _is_joint(learned: Record) -> bool:
-    return learned.plain_denoiser not in (None, learned.denoiser)
-
-
-def _gains(orders: Sequence[Result], evaluated: Sequence[Result]) -> list[Gain]:
+def _gains(orders: Sequence[Record], records: Sequence[Record]) -> list[Gain]:
     """Of orders that differ in their seeds only."""
-    tables: dict[str, list[np.ndarray]] = {}  # by rival: h_se, an order at a time
+    tables: dict[str, list[np.ndarray]] = {}  # by rival: h_se, one order at a time
     steps: dict[str, list[float]] = {}  # by rival
     for learned in orders:
-        for curve in curves(rivals(learned.record, evaluated)):
+        for curve in curves(rivals(learned, records)):
             equal, taken = at_most_steps(learned.mean_steps, curve)
             if equal.by_example is not None:
-                tables.setdefault(curve[0].record.policy, []).append(equal.by_example)
-                steps.setdefault(curve[0].record.policy, []).append(taken)
+                tables.setdefault(curve[0].spec.policy, []).append(equal.by_example)
+                steps.setdefault(curve[0].spec.policy, []).append(taken)
     known = {rival: np.stack(rows) for rival, rows in tables.items() if len(rows) == len(orders)}  # [S, E] each
     valid = np.stack([learned.verdicts.valid for learned in orders if learned.verdicts is not None])  # [S, E]
     best = max((rival for rival in known if rival in PLAIN_RULES), key=lambda rival: known[rival].mean(), default="")
-    first = orders[0].record
-    assert first.trained_budget is not None
+    spec = orders[0].spec
+    shared: dict[str, Any] = {f.name: getattr(spec, f.name) for f in fields(Gain) if hasattr(spec, f.name)}
     found = []
     for rival, scores in known.items():
         difference = crossed_difference(valid - scores)
         found.append(
             Gain(
-                task=first.task,
-                split=first.split,
-                model=first.model,
-                policy=first.policy,
-                trained_budget=first.trained_budget,
-                joint=_is_joint(first),
+                **shared,
                 rival=rival,
                 best=rival == best,
-                seeds=[learned.record.trained_seed for learned in orders],
-                num_examples=first.num_examples,
+                seeds=[learned.spec.trained_seed for learned in orders],
                 mean_steps=round(float(np.mean([learned.mean_steps for learned in orders])), 4),
                 score=round(float(valid.mean()), 6),
                 rival_score=round(float(scores.mean()), 6),
@@ -327,10 +270,7 @@ def _gains(orders: Sequence[Result], evaluated: Sequence[Result]) -> list[Gain]:
                 low=round(difference.low, 6),
                 high=round(difference.high, 6),
                 seed_gains=[round(float(row.mean()), 6) for row in valid - scores],
-                temperature=first.temperature,
-                eos_policy=first.eos_policy,
-                precision=first.precision,
-                revision=first.revision,
+                revision=orders[0].outcome.revision,
             )
         )
     return found
@@ -356,17 +296,44 @@ def crossed_difference(differences: np.ndarray, seed: int = 0) -> Difference:
     return Difference(float(differences.mean()), float(low), float(high))
 
 
-def area(curve: Iterable[Result]) -> Area | None:
+def area(curve: Iterable[Record]) -> Area | None:
     """The area under a rule's score against mean steps, by trapezoids, over the width of its range: a mean score.
 
     None with fewer than two different points; of points with the same mean, the one with the smallest budget counts.
     """
     points: dict[float, float] = {}
-    for result in sorted(curve, key=lambda result: result.record.budget):
-        points.setdefault(round(result.mean_steps, 9), result.record.score)
+    for record in sorted(curve, key=lambda record: record.spec.budget):
+        points.setdefault(round(record.mean_steps, 9), record.outcome.score)
     if len(points) < 2:
         return None
     along = sorted(points.items())
     total = sum((right - left) * (a + b) / 2 for (left, a), (right, b) in pairwise(along))
     low, high = along[0][0], along[-1][0]
     return Area(total / (high - low), low, high)
+
+
+def why_not_won(records: Sequence[Record]) -> list[str]:
+    """Why the learned order does not win: empty if it does.
+
+    It wins if its 95% interval lies above that of every heuristic at the same budget, and its valid samples are as
+    varied as true ones.
+    """
+    learned = [record for record in records if record.spec.learned]
+    reasons = [] if learned else ["no learned order was evaluated"]
+    for record in learned:
+        own, budget = record.outcome, record.spec.budget
+        others = [r for r in records if not r.spec.learned and r.spec.budget == budget]
+        if not others:
+            reasons.append(f"no heuristic was evaluated at {budget} steps")
+        reasons += [
+            f"{rival.spec.policy} is valid in [{rival.outcome.ci_low:.3f}, {rival.outcome.ci_high:.3f}] at {budget} "
+            f"steps, learned in [{own.ci_low:.3f}, {own.ci_high:.3f}]"
+            for rival in others
+            if rival.outcome.ci_high >= own.ci_low
+        ]
+        if not own.diverse:
+            reasons.append(
+                f"{own.distinct} distinct valid samples, outside the true distribution's 99% range "
+                f"[{own.distinct_low}, {own.distinct_high}]"
+            )
+    return reasons

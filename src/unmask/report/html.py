@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from unmask.display import in_html
-from unmask.evaluation.compare import Comparison
-from unmask.evaluation.evaluate import BoundReport, Order, Record
-from unmask.files import write_text
+from unmask.errors import UserError
+from unmask.evaluation.bound import BoundReport, read_bound
+from unmask.evaluation.records import Record, read_run
+from unmask.files import refuse_link, write_text
 from unmask.jsonl import ResultsError
-from unmask.report.plots import order_picture, pictured, score_plot, shared_plot, svg
-from unmask.report.tables import (
-    AREA_HEADINGS,
-    AREA_LEGEND,
-    BOUND_HEADINGS,
-    COMPARISON_LEGEND,
-    area_rows,
-    bound_rows,
-    by_learned,
-    comparison_columns,
-    comparison_headings,
-    comparison_title,
-    legend,
-    not_comparable,
-    notes,
-    ordered,
-    rows_of,
-)
+from unmask.report.plots import order_picture, pictured, shared_plot, svg
+from unmask.report.tables import ResultTable, bound_table, caption, ordered, result_tables, title
+from unmask.training.run import load_task
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,11 +28,39 @@ class Section(NamedTuple):
     title: str
     caption: str
     records: list[Record]
-    orders: list[Order]
+    layout: Sequence[Sequence[int]]  # the task's
     bound: BoundReport | None = None
-    comparisons: Sequence[Comparison] = ()
     run: str = ""  # the run's name
-    task: str = ""  # what tells its task apart from others of the same name
+    task: str = ""  # what distinguishes its task from others of the same name
+
+
+def write_report(runs: Sequence[Path], page: Path, trust_task: bool = False, pictures: bool = True) -> None:
+    """Write the page of these runs and, with `pictures`, orders.png into each of them."""
+    names = [run.resolve().name for run in runs]
+    sections = []
+    for run, name in zip(runs, names, strict=True):
+        if not run.is_dir():
+            raise UserError(f"{run}: no such folder; give the folder of an evaluated run")
+        records = read_run(run)
+        if not records:
+            raise UserError(f"{run}/results.jsonl is empty: run `unmask evaluate {run}` first")
+        recipe, task = load_task(run, trust_task)
+        sections.append(
+            Section(
+                title(run, task),
+                caption(recipe, records),
+                records,
+                task.layout,
+                read_bound(run / "bound.json"),
+                name if names.count(name) == 1 else str(run),
+                json.dumps(recipe.task, sort_keys=True),
+            )
+        )
+    write_html(page, sections)
+    for run, section in zip(runs, sections, strict=True):
+        if pictures and (chosen := pictured(section.records)):
+            refuse_link(run / "orders.png")
+            order_picture(chosen, section.layout).savefig(run / "orders.png", dpi=110)
 
 
 def write_html(path: Path, sections: Sequence[Section]) -> None:
@@ -72,52 +88,39 @@ def _shared(sections: Sequence[Section]) -> str:
         shared_plot([(section.run, ordered(section.records)) for section in sections]),
         "Score against steps in all of these runs, with 95% intervals; which denoiser each rule ran on is said below.",
     )
-    title = f"{sections[0].records[0].task}: {', '.join(section.run for section in sections)}"
-    return f"<section><h2>{in_html(title)}</h2>{plot}</section>"
+    heading = f"{sections[0].records[0].spec.task}: {', '.join(section.run for section in sections)}"
+    return f"<section><h2>{in_html(heading)}</h2>{plot}</section>"
 
 
 def _section(section: Section) -> str:
     records = ordered(section.records)
-    pictures = _picture(score_plot(records), "Score against steps, with 95% intervals.")
-    if chosen := pictured(section.orders):
+    pictures = _picture(shared_plot([("", records)]), "Score against steps, with 95% intervals.")
+    if chosen := pictured(section.records):
         pictures += _picture(
-            order_picture(chosen),
+            order_picture(chosen, section.layout),
             "Which position is revealed when: a row is a sequence, a column a position, positions that belong together "
             "side by side.",
         )
-    marked = [record.trained_budget is not None for record in records]
-    headings, rows = rows_of(records)
-    tables = _html_table(headings, rows, marked)
-    tables += _legend(" ".join([*notes(records), legend(headings)]))
-    for comparisons in by_learned(section.comparisons):
-        tables += f"<h3>{in_html(comparison_title(comparisons[0], records))}</h3>"
-        rows = [comparison_columns(comparison) for comparison in comparisons]
-        tables += _html_table(comparison_headings(comparisons[0]), rows)
-        tables += _legend(f"{not_comparable(comparisons)} {COMPARISON_LEGEND}".strip())
-    if rows := area_rows(records):
-        tables += _html_table(AREA_HEADINGS, rows) + _legend(AREA_LEGEND)
+    tables = result_tables(records)
     if section.bound is not None:
-        bounds = [list(row) for row in bound_rows(section.bound)]
-        tables += _html_table(BOUND_HEADINGS, bounds, [row is bounds[0] for row in bounds])
-    title, caption = in_html(section.title), in_html(section.caption)
-    return f"<section><h2>{title}</h2><p>{caption}</p>{pictures}{tables}</section>"
-
-
-def _legend(text: str) -> str:
-    return f"<p class=legend>{in_html(text)}</p>"
+        tables.append(bound_table(section.bound, section.run))
+    told = f"<h2>{in_html(section.title)}</h2><p>{in_html(section.caption)}</p>"
+    return f"<section>{told}{pictures}{''.join(map(_html_table, tables))}</section>"
 
 
 def _picture(figure: Figure, caption: str) -> str:
     return f"<figure>{svg(figure)}<figcaption>{in_html(caption)}</figcaption></figure>"
 
 
-def _html_table(headings: list[str], rows: list[list[str]], learned: Sequence[bool] = ()) -> str:
-    heads = "".join(f"<th>{in_html(heading)}</th>" for heading in headings)
+def _html_table(table: ResultTable) -> str:
+    heads = "".join(f"<th>{in_html(heading)}</th>" for heading in table.headings)
     body = ""
-    for row, marked in zip(rows, learned or [False] * len(rows), strict=True):
+    for row, marked in zip_longest(table.rows, table.marked):
         cells = "".join(f"<td>{in_html(cell)}</td>" for cell in row)
         body += f"<tr{' class=learned' if marked else ''}>{cells}</tr>"
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+    heading = f"<h3>{in_html(table.title)}</h3>" if table.title else ""
+    legend = f"<p class=legend>{in_html(table.legend(table.headings))}</p>"
+    return f"{heading}<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>{legend}"
 
 
 _PAGE = """<!doctype html>

@@ -2,139 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from unmask.display import in_markup
-from unmask.evaluation.compare import Comparison, Result, area, curves
-from unmask.evaluation.evaluate import BoundReport, Order, Record
-from unmask.evaluation.verdicts import IDENTITY
-from unmask.fields import build
-from unmask.jsonl import ResultsError, read_jsonl, unsealed
+from unmask.evaluation.compare import Comparison, area, compare, curves
+from unmask.evaluation.records import LABELS, Record
+from unmask.recipe import Recipe, continued
+from unmask.tasks.task import Task
+
+if TYPE_CHECKING:
+    from unmask.evaluation.bound import BoundReport
 
 LEARNED_COLOUR = "#c2410c"
 
 
-def read_records(path: Path) -> list[Record]:
-    """The records of a results.jsonl; where the same evaluation was run again, the last one stands."""
-    if not path.exists():
-        raise ResultsError(f"{path} is missing: run `unmask evaluate {path.parent}` first")
-    records = read_jsonl(path, Record)
-    return list({tuple(getattr(record, name) for name in IDENTITY): record for record in records}.values())
-
-
-def read_bound(path: Path) -> BoundReport | None:
-    """What `unmask evaluate --bound` left, if it was run."""
-    if not path.exists():
-        return None
-    try:
-        return build(BoundReport, unsealed(path.read_text(encoding="utf-8")))
-    except ValueError:
-        raise ResultsError(f"{path} is damaged or from another version: run `unmask evaluate --bound` again") from None
-
-
-def read_orders(path: Path) -> list[Order]:
-    return read_jsonl(path, Order) if path.exists() else []
-
-
-# The columns of a table, with what the legend says of them; those that no record has are left out.
-HEADINGS = {
-    "policy": "",
+# What the legend says of the columns of a table.
+MEANINGS = {
     "steps": "mean over the sequences, and their range",
-    "range": "",
     "valid": "with its 95% interval",
-    "95%": "",
-    "flexible": "the last number taken for the answer",
     "distinct": "different valid samples, beside the 99% range of that number for as many samples of the true "
     "distribution; (!) marks one outside",
-    "true 99%": "",
     "passes": "denoiser rows evaluated",
-    "denoiser": "",
-}
-NOTHING = "–"
-
-
-# What may differ between the records of one table, and what it is called.
-TOLD_APART = {
-    "temperature": "temperature",
-    "top_p": "top-p",
-    "top_k": "top-k",
-    "guidance": "guidance",
-    "eos_policy": "EOS",
-    "seed": "seed",
-    "num_examples": "examples",
-    "split": "split",
-    "precision": "precision",
-    "trained_seed": "order of seed",  # null for heuristics
 }
 
 
 def name_of(record: Record, among: Sequence[Record]) -> str:
-    """The rule, and whatever else tells the record apart from the others of its table."""
-    return ", ".join([record.policy, *told_apart(record, among)])
+    """The rule, and whatever else distinguishes the record from the others of its table."""
+    return ", ".join([record.spec.policy, *distinctions(record, among)])
 
 
-def told_apart(record: Record, among: Sequence[Record]) -> list[str]:
-    """The settings of a record that others have otherwise."""
+def distinctions(record: Record, among: Sequence[Record]) -> list[str]:
+    """The settings of a record that differ among these."""
     return [
-        f"{what} {value if isinstance(value, str) else f'{value:g}'}"
-        for field, what in TOLD_APART.items()
-        for value in [getattr(record, field)]
-        if value is not None and len({getattr(other, field) for other in among} - {None}) > 1
+        f"{label} {value if isinstance(value, str) else f'{value:g}'}"
+        for field, label in LABELS.items()
+        for value in [getattr(record.spec, field)]
+        if value is not None and len({getattr(other.spec, field) for other in among} - {None}) > 1
     ]
 
 
 def row_name(record: Record, among: Sequence[Record]) -> str:
     """The name with the budget."""
-    name = name_of(record, among)
-    return f"{name} @ {record.budget}" if record.trained_budget is None else f"{name}, T = {record.trained_budget}"
+    name, spec = name_of(record, among), record.spec
+    return f"{name}, T = {spec.trained_budget}" if spec.learned else f"{name} @ {spec.budget}"
 
 
 def columns(record: Record, among: Sequence[Record]) -> dict[str, str]:
-    """What a table of the records `among` says of one of them, by its HEADINGS."""
-    distinct, true_range = NOTHING, NOTHING
-    if record.distinct is not None:
-        distinct = f"{record.distinct}" + ("" if record.diverse else " (!)")
-        true_range = f"{record.distinct_low}–{record.distinct_high}"
+    """What a table of the records `among` says of one of them, by heading; nothing that does not apply to it."""
+    outcome = record.outcome
+    distinct = {
+        "distinct": f"{outcome.distinct}" + ("" if outcome.diverse else " (!)"),
+        "true 99%": f"{outcome.distinct_low}–{outcome.distinct_high}",
+    }
     return {
         "policy": row_name(record, among),
-        "steps": f"{record.mean_steps:.2f}",
-        "range": f"{record.min_steps}–{record.max_steps}",
-        "valid": f"{record.score:.3f}",
-        "95%": f"{record.ci_low:.3f}–{record.ci_high:.3f}",
-        "flexible": NOTHING if record.score_flexible is None else f"{record.score_flexible:.3f}",
-        "distinct": distinct,
-        "true 99%": true_range,
-        "passes": f"{record.num_forwards:,}",
-        "denoiser": record.denoiser[:6],
+        "steps": f"{outcome.mean_steps:.2f}",
+        "range": f"{outcome.fewest_steps}–{outcome.most_steps}",
+        "valid": f"{outcome.score:.3f}",
+        "95%": f"{outcome.ci_low:.3f}–{outcome.ci_high:.3f}",
+        **{name: f"{value:.3f}" for name, value in outcome.metrics.items()},
+        **(distinct if outcome.distinct is not None else {}),
+        "passes": f"{outcome.num_forwards:,}",
+        "denoiser": record.spec.denoiser[:6],
     }
 
 
-def rows_of(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    """The headings and the rows of a table, without the columns that have nothing in any row."""
-    rows = [columns(record, records) for record in records]
-    headings = [heading for heading in HEADINGS if any(row[heading] != NOTHING for row in rows)]
-    return headings, [[row[heading] for heading in headings] for row in rows]
-
-
-def legend(headings: Sequence[str]) -> str:
-    return " ".join(f"{heading}: {HEADINGS[heading]}." for heading in headings if HEADINGS.get(heading))
-
-
 def ordered(records: Sequence[Record]) -> list[Record]:
-    """The learned order first, then each rule by its budget."""
-    return sorted(records, key=lambda r: (r.task, r.trained_budget is None, r.policy, r.budget, r.seed))
+    """The learned orders first, then each rule by its budget."""
+
+    def place(record: Record) -> tuple[object, ...]:
+        spec = record.spec
+        return spec.task, not spec.learned, spec.policy, spec.budget, spec.seed
+
+    return sorted(records, key=place)
+
+
+def title(run: Path, task: Task) -> str:
+    """The task of a run with all that is known about it."""
+    facts = [f"{task.length} tokens"]
+    if task.min_steps is not None:
+        facts.append(f"best possible number of steps {task.min_steps}")
+    if task.entropy is not None:
+        facts.append(f"true entropy {task.entropy:.3f} nats")
+    return f"{run.resolve().name}, {task.name}: {', '.join(facts)}"
+
+
+def caption(recipe: Recipe, records: Sequence[Record]) -> str:
+    """Which denoiser each rule ran on, and how tokens were chosen."""
+
+    def values(field: str) -> str:
+        return " and ".join(f"{value:g}" for value in sorted({getattr(record.spec, field) for record in records}))
+
+    tokens = f"Tokens sampled at temperature {values('temperature')}"
+    for field, off in (("top_p", 1.0), ("top_k", 0), ("guidance", 0.0)):
+        if any(getattr(record.spec, field) != off for record in records):
+            tokens += f", {LABELS[field]} {values(field)}"
+    if any(record.spec.eos_policy != "none" for record in records):
+        tokens += f", end of sequence: {' and '.join(sorted({record.spec.eos_policy for record in records}))}"
+    if recipe.order is None:
+        return f"Every rule runs on the same plainly trained denoiser. {tokens}."
+    if recipe.order.denoiser_rate == 0:
+        return f"The order was learned on a frozen denoiser; every rule runs on those very weights. {tokens}."
+    plain = continued(recipe)
+    return (
+        "The order was learned jointly with the denoiser. The heuristics run on the denoiser as it was before order "
+        f"learning, given as many further plain updates: {plain.updates} of {plain.batch} sequences. {tokens}."
+    )
 
 
 @dataclass(frozen=True)
-class TextTable:
-    """A table for the terminal: names to the left, which may take several lines, numbers to the right.
+class ResultTable:
+    """A table, which rich prints: names to the left, which may take several lines, numbers to the right.
 
     Where it is too wide, whole columns are left out, the first of `minor` first, and the caption says which: no number
     is cut, and names have 16 characters at least if they need them.
@@ -146,20 +132,25 @@ class TextTable:
     rows: list[list[str]]
     minor: Sequence[str] = ()
     marked: Sequence[bool] = ()  # the rows of learned orders
+    hidden: Sequence[str] = ()  # columns for pages only
+
+    def legend(self, headings: Iterable[str]) -> str:
+        """The caption and the meaning of these columns."""
+        return " ".join(filter(None, [self.caption, *(f"{h}: {MEANINGS[h]}." for h in headings if h in MEANINGS)]))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         cells = {heading: column for heading, *column in zip(self.headings, *self.rows, strict=True)}
-        widths = {heading: max(map(len, (heading, *column))) for heading, column in cells.items()}
+        widths = {h: max(map(len, (h, *column))) for h, column in cells.items() if h not in self.hidden}
         widths[self.headings[0]] = min(16, widths[self.headings[0]])
         for heading in self.minor:
             if heading in widths and sum(widths.values()) + 2 * len(widths) > options.max_width:
                 del widths[heading]
-        left_out = [heading for heading in cells if heading not in widths]
-        note = f"No room for: {', '.join(left_out)}." if left_out else ""
+        left_out = [heading for heading in cells if heading not in widths and heading not in self.hidden]
+        note = f" No room for: {', '.join(left_out)}." if left_out else ""
         shown = Table(
             title=in_markup(self.title),
             title_justify="left",
-            caption=in_markup(" ".join(filter(None, (self.caption, legend(list(widths)), note)))),
+            caption=in_markup((self.legend(widths) + note).strip()),
             caption_justify="left",
             box=box.SIMPLE_HEAD,
             pad_edge=False,
@@ -175,41 +166,45 @@ class TextTable:
         yield shown
 
 
-MINOR = ("passes", "true 99%", "range", "flexible", "distinct", "95%")
+def result_tables(records: Sequence[Record], title: str = "", caption: str = "") -> list[ResultTable]:
+    """The records, every learned order against the heuristics, and the areas under score against steps."""
+    by_order = groupby(compare(records), lambda comparison: comparison.learned.key)
+    shown = [record_table(records, title, caption)]
+    shown += [comparison_table(list(comparisons), records) for _, comparisons in by_order]
+    areas = area_table(records)
+    return [*shown, areas] if areas.rows else shown
 
 
-def table(records: Sequence[Record], title: str, caption: str) -> TextTable:
-    """For the terminal: all but the denoiser's hash, of which the caption tells."""
+def record_table(records: Sequence[Record], title: str, caption: str) -> ResultTable:
     records = ordered(records)
-    headings, rows = rows_of(records)
-    return TextTable(
+    rows = [columns(record, records) for record in records]
+    metrics = dict.fromkeys(name for record in records for name in record.outcome.metrics)
+    order = ["policy", "steps", "range", "valid", "95%", *metrics, "distinct", "true 99%", "passes", "denoiser"]
+    headings = [heading for heading in order if any(heading in row for row in rows)]
+    return ResultTable(
         title,
-        " ".join([caption, *notes(records)]),
-        headings[:-1],
-        [row[:-1] for row in rows],
-        MINOR,
-        [record.trained_budget is not None for record in records],
+        " ".join(filter(None, [caption, *notes(records)])),
+        headings,
+        [[row.get(heading, "–") for heading in headings] for row in rows],
+        ("passes", "true 99%", "range", *metrics, "distinct", "95%"),
+        [record.spec.learned for record in records],
+        ("denoiser",),  # of which the caption tells
     )
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """Sentences on examples that are too long, and on rules that select nothing or take back what they wrote."""
-    said = [
-        f"{overlong} of {examples} examples are too long for the model and count as wrong."
-        for overlong, examples in sorted({(record.overlong or 0, record.num_examples) for record in records})
-        if overlong
-    ]
+    """Sentences on rules that select nothing, or mask again what they wrote."""
+    said = []
     for record in ordered(records):
-        can_be_empty = record.selector == "bernoulli" and not record.policy.startswith("lo-arm")
-        if record.nothing_selected or (can_be_empty and record.nothing_selected is not None):
+        spec, outcome, name = record.spec, record.outcome, row_name(record, records)
+        can_be_empty = spec.selector == "bernoulli" and not spec.policy.startswith("lo-arm")
+        if outcome.nothing_selected or (can_be_empty and outcome.nothing_selected is not None):
             said.append(
-                f"{row_name(record, records)} selected nothing in {100 * record.nothing_selected:.2f}% of its steps "
-                "and revealed the most probable position instead."
+                f"{name} selected nothing in {100 * outcome.nothing_selected:.2f}% of its steps and revealed the most "
+                "probable position instead."
             )
-        if record.mean_revisions is not None:
-            said.append(
-                f"{row_name(record, records)} re-masked a position {record.mean_revisions:.3f} times on average."
-            )
+        if outcome.mean_revisions is not None:
+            said.append(f"{name} re-masked a position {outcome.mean_revisions:.3f} times on average.")
     return said
 
 
@@ -221,97 +216,60 @@ COMPARISON_LEGEND = (
 )
 
 
-def comparison_title(comparison: Comparison, among: Sequence[Record]) -> str:
-    learned = comparison.learned
-    return f"{row_name(learned, among)}: {learned.score:.3f} valid in {comparison.mean_steps:.2f} steps"
-
-
-def comparison_headings(comparison: Comparison) -> list[str]:
-    paper = [f"floor {comparison.floor}", f"max {comparison.learned.max_steps}"]
-    return ["against", "equal steps", "difference", "95%", *paper]
-
-
-def comparison_columns(comparison: Comparison) -> list[str]:
-    """What is shown of a comparison under its headings."""
-    middle = ["not comparable", "–", "–"]
-    if comparison.score is not None and comparison.difference is not None:
-        interval = "–"
-        if comparison.interval is not None:
-            low, high = comparison.interval
-            interval = f"{low:+.3f} to {high:+.3f}"
-        middle = [f"{comparison.score:.3f}", f"{comparison.difference:+.3f}", interval]
-    paper = [
-        "–" if record is None else f"{record.score:.3f}" for record in (comparison.at_floor, comparison.at_maximum)
-    ]
-    return [comparison.policy, *middle, *paper]
-
-
-def not_comparable(comparisons: Sequence[Comparison]) -> str:
-    """Why, and what to do about it: a sentence, empty where all are comparable."""
-    reasons = [f"{comparison.policy}: {comparison.missing}" for comparison in comparisons if comparison.missing]
-    return f"Not comparable: {'; '.join(reasons)}." if reasons else ""
-
-
-def by_learned(comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
-    """The comparisons of each learned order."""
-    found: dict[Record, list[Comparison]] = {}
-    for comparison in comparisons:
-        found.setdefault(comparison.learned, []).append(comparison)
-    return list(found.values())
-
-
-def comparison_table(comparisons: Sequence[Comparison], among: Sequence[Record]) -> TextTable:
-    """One learned order against each heuristic, for the terminal."""
-    headings = comparison_headings(comparisons[0])
-    return TextTable(
-        comparison_title(comparisons[0], among),
-        f"{not_comparable(comparisons)} {COMPARISON_LEGEND}".strip(),
+def comparison_table(comparisons: Sequence[Comparison], among: Sequence[Record]) -> ResultTable:
+    """One learned order against each heuristic; `among`: all records that are shown."""
+    learned = comparisons[0].learned
+    outcome = learned.outcome
+    headings = ["against", "equal steps", "difference", "95%"]
+    headings += [f"floor {comparisons[0].floor}", f"max {outcome.most_steps}"]
+    rows = []
+    for found in comparisons:
+        middle = ["not comparable", "–", "–"]
+        if found.score is not None and found.difference is not None:
+            interval = "{:+.3f} to {:+.3f}".format(*found.interval) if found.interval else "–"
+            middle = [f"{found.score:.3f}", f"{found.difference:+.3f}", interval]
+        paper = ["–" if r is None else f"{r.outcome.score:.3f}" for r in (found.at_floor, found.at_maximum)]
+        rows.append([found.policy, *middle, *paper])
+    missing = "; ".join(f"{found.policy}: {found.missing}" for found in comparisons if found.missing)
+    return ResultTable(
+        f"{row_name(learned, among)}: {outcome.score:.3f} valid in {learned.mean_steps:.2f} steps",
+        (f"Not comparable: {missing}. " if missing else "") + COMPARISON_LEGEND,
         headings,
-        [comparison_columns(comparison) for comparison in comparisons],
+        rows,
         minor=headings[:2:-1],
     )
 
 
-AREA_HEADINGS = ["rule", "mean score", "over steps"]
 AREA_LEGEND = (
     "mean score: the area under score against mean steps, divided by the width of the range. Two rules can be compared "
     "by it only where their ranges are the same."
 )
 
 
-def area_rows(records: Sequence[Record]) -> list[list[str]]:
-    """Under AREA_HEADINGS, rules with the same range side by side."""
-    rows = []
-    for curve in curves(Result(record, None) for record in ordered(records)):
-        found = area(curve)
-        if found is not None:
-            name = name_of(curve[0].record, records)
-            rows.append((found.low, found.high, [name, f"{found.score:.3f}", f"{found.low:.2f}–{found.high:.2f}"]))
-    return [row for _, _, row in sorted(rows, key=lambda item: item[:2])]
+def area_table(records: Sequence[Record]) -> ResultTable:
+    """Rules with the same range are next to each other."""
+    areas = [(area(curve), name_of(curve[0], records)) for curve in curves(ordered(records))]
+    found = sorted(((known, name) for known, name in areas if known), key=lambda item: item[0][1:])
+    rows = [[name, f"{known.score:.3f}", f"{known.low:.2f}–{known.high:.2f}"] for known, name in found]
+    return ResultTable("area under score against steps", AREA_LEGEND, ["rule", "mean score", "over steps"], rows)
 
 
-def area_table(rows: list[list[str]]) -> TextTable:
-    return TextTable("area under score against steps", AREA_LEGEND, AREA_HEADINGS, rows)
-
-
-def bound_rows(bound: BoundReport) -> list[tuple[str, str, str]]:
-    """Name, value and standard error of everything that a bound is to be compared with, in nats a token."""
-    rows = [(f"learned order, T = {bound.budget}", f"{bound.order_bound:.4f}", f"{bound.order_bound_se:.4f}")]
+def bound_table(bound: BoundReport, run: str) -> ResultTable:
+    """The learned order's bound, and what it is to be compared with."""
+    rows = [[f"learned order, T = {bound.budget}", f"{bound.order_bound:.4f}", f"{bound.order_bound_se:.4f}"]]
     for t, (reconstruction, kl) in enumerate(zip(bound.reconstruction, bound.order_kl, strict=True)):
         step = bound.budget - 1 - t
-        rows.append((f"  step {step} (t = {t}): reconstruction, order KL", f"{reconstruction:.4f}, {kl:.4f}", ""))
+        rows.append([f"  step {step} (t = {t}): reconstruction, order KL", f"{reconstruction:.4f}, {kl:.4f}", ""])
     name = f"plain denoiser, IID order, {bound.budget} steps"
-    rows.append((name, f"{bound.mdm_bound:.4f}", f"{bound.mdm_bound_se:.4f}"))
+    rows.append([name, f"{bound.mdm_bound:.4f}", f"{bound.mdm_bound_se:.4f}"])
     if bound.true_log_likelihood is not None:
-        rows.append(("true log-likelihood of the same sequences", f"{bound.true_log_likelihood:.4f}", "exact"))
+        rows.append(["true log-likelihood of the same sequences", f"{bound.true_log_likelihood:.4f}", "exact"])
     if bound.entropy is not None:
-        rows.append(("minus the true entropy, the limit", f"{-bound.entropy:.4f}", "exact"))
-    return rows
-
-
-BOUND_HEADINGS = ["bound, nats a token", "value", "standard error"]
-
-
-def bound_table(bound: BoundReport, task: str) -> TextTable:
-    title = f"{task}: held-out bounds, {bound.num_examples} sequences"
-    return TextTable(title, "", BOUND_HEADINGS, [list(row) for row in bound_rows(bound)])
+        rows.append(["minus the true entropy, the limit", f"{-bound.entropy:.4f}", "exact"])
+    return ResultTable(
+        f"{run}: held-out bounds, {bound.num_examples} sequences",
+        "",
+        ["bound, nats per token", "value", "standard error"],
+        rows,
+        marked=[True] + [False] * (len(rows) - 1),
+    )

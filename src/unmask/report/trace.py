@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.generate import generate
-from unmask.decoding.policies import Policy
+from unmask.decoding.policies import NetworkPolicy, Policy, parse_policy
 from unmask.decoding.tokens import TokenChoice
-from unmask.display import in_html, visible
+from unmask.display import in_html, in_markup, visible
+from unmask.errors import UserError
+from unmask.evaluation.plan import open_run, token_choice
+from unmask.files import write_text
+from unmask.progress import watched
 from unmask.tasks.task import Task
 
 MASK, END = "·", "░"
 PICTURE = "<!-- written by unmask sample -->"  # a file with this may be replaced
 PROMPT = -1  # the step of what was given
+SEARCHED = 1000  # examples that are searched where a task has no end of them
 
 
 class Span(NamedTuple):
@@ -45,7 +53,7 @@ class Writing:
     valid: bool
 
 
-class Watched:
+class _Watched:
     """A denoiser that keeps the canvas [L] of every pass over one sequence."""
 
     def __init__(self, denoiser: AnyDenoiser) -> None:
@@ -59,12 +67,70 @@ class Watched:
         return self.denoiser.logits(hidden)
 
 
+def sample(
+    run: Path,
+    policies: Sequence[str] = (),
+    steps: int | None = None,
+    num: int = 4,
+    examples: Sequence[int] = (),
+    find: str = "",
+    *,
+    split: str | None = None,
+    temperature: float | None = None,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    trust_task: bool = False,
+) -> Iterator[list[Writing]]:
+    """What each policy writes for each of the first `num` held-out examples, or for those in `examples`.
+
+    find: right or wrong for each policy, such as "right,wrong": only examples where the policies are so.
+    """
+    model, plain, task, recipe = open_run(run, torch.device("cpu"), split, trust_task)
+    names = policies or ["learned" if model.selector is not None else "top-prob"]
+    rules = [parse_policy(name, model.selector) for name in names]
+    words = [word.strip() for word in find.split(",")] if find else []
+    if words and (len(words) != len(rules) or not set(words) <= {"right", "wrong"}):
+        raise UserError(f"--find takes right or wrong for each --policy, such as right,wrong for two, not {find!r}")
+    wanted = [word == "right" for word in words]
+    choice = token_choice(task, recipe.evaluate.temperature if temperature is None else temperature, top_p, top_k)
+    budget = steps or (model.selector.budget if model.selector is not None else 4)
+    limit = task.test_examples
+    if limit is not None and (beyond := [i for i in examples if i >= limit]):
+        raise UserError(f"task {task.name} has the examples 0 to {limit - 1}: no --example {beyond[0]}")
+    many = limit or max(SEARCHED, num)
+    candidates = examples or range(many if wanted else min(num, many))
+
+    def written(example: int) -> Iterator[Writing]:
+        for rule in rules:
+            denoiser = (model if isinstance(rule, NetworkPolicy) else plain).denoiser
+            yield write(denoiser, task, rule, budget, example, choice, seed)
+
+    if not wanted:
+        yield from (list(written(example)) for example in candidates)
+        return
+    found = []
+    for example in watched(candidates, "looking"):
+        writings = []
+        for writing, right in zip(written(example), wanted, strict=False):
+            writings.append(writing)
+            if writing.valid != right:
+                break  # the other rules cannot make it what is looked for
+        else:
+            found.append(writings)
+        if len(found) == num:
+            break
+    if not found:
+        raise UserError(f"in none of {len(candidates)} examples are {', '.join(names)} {find}")
+    yield from found
+
+
 def write(
     denoiser: AnyDenoiser, task: Task, rule: Policy, budget: int, example: int, choice: TokenChoice, seed: int
 ) -> Writing:
     """Generate for one held-out example and keep every canvas; in a batch the result would be the same."""
     ids = torch.tensor([example])
-    truth, mask, watched = task.examples(ids, "test"), denoiser.mask_token_id, Watched(denoiser)
+    truth, mask, watched = task.examples(ids, "test"), denoiser.mask_token_id, _Watched(denoiser)
     out = generate(
         watched,
         torch.where(truth.response, mask, truth.tokens),
@@ -139,6 +205,47 @@ def wrapped(frame: Sequence[Span], room: int) -> list[list[Span]]:
     return lines
 
 
+# --- in the terminal --------------------------------------------------------------------------------------------------
+
+
+def print_legend(console: Console, writing: Writing) -> None:
+    # One line at 60 columns; the colours repeat anyway.
+    marked = [f"[{_terminal_colour(i)}]{i}[/]" for i in range(writing.budget)]
+    shown = " ".join(marked if writing.budget <= 12 else [*marked[:6], "...", marked[-1]])
+    ends = f"  {END} end of sequence" if writing.question else ""
+    console.print(f"step {shown}  [dim]prompt[/]  {MASK} mask{ends}")
+
+
+def print_writings(console: Console, written: Sequence[Writing], trace: bool) -> None:
+    """What the rules wrote for one example, after its question if it has one; with `trace` every step."""
+
+    def print_spans(label: str, spans: Sequence[Span]) -> None:
+        for part, line in enumerate(wrapped(spans, console.width - 6)):
+            shown = f"  {label if part == 0 else '':<2}  {''.join(map(_in_colour, line))}"
+            console.print(shown.rstrip(), soft_wrap=True)
+
+    if written[0].question:
+        console.print(f"\n[bold]{written[0].example}[/]  {in_markup(written[0].question)}")
+        console.print(f"[dim]answer:[/] {in_markup(written[0].wanted)}")
+    for writing in written:
+        if len(written) > 1:
+            console.print(f"{in_markup(writing.policy)}:")
+        for i, frame in enumerate(writing.frames if trace else []):
+            print_spans(str(i), frame)
+        print_spans("=" if trace else "", [*writing.result, Span(f"   {outcome(writing)}", None)])
+
+
+def _in_colour(span: Span) -> str:
+    """A token in the colour of the step that revealed it."""
+    style = "dim" if span.step == PROMPT else "" if span.step is None else _terminal_colour(span.step)
+    style = f"dim {style}" if span.is_end else style
+    return f"[{style}]{in_markup(span.text)}[/]" if style and span.text.strip() else in_markup(span.text)
+
+
+def _terminal_colour(step: int) -> str:
+    return ["bright_yellow", "bright_green", "bright_cyan", "bright_blue", "bright_magenta", "bright_red"][step % 6]
+
+
 # --- as a picture -----------------------------------------------------------------------------------------------------
 
 WIDTH = 104  # characters
@@ -146,8 +253,19 @@ CELL, LINE, SIZE = 7.25, 19, 12  # the width of a character and the height of a 
 MARGIN = 12
 
 
+def check_picture(path: Path) -> None:
+    """Raise UserError where writing the picture would replace another file."""
+    if path.exists() and PICTURE not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
+        raise UserError(f"{path} exists and is no picture of unmask: give another --svg")
+
+
+def write_picture(path: Path, writings: Sequence[Writing]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, picture(writings))
+
+
 def picture(writings: Sequence[Writing]) -> str:
-    """The SVG of what was written: for each rule a line a step, every token in the colour of its step."""
+    """The SVG of what was written: one line per step of each rule, every token in the colour of its step."""
     rows: list[list[tuple[str, str]]] = []  # each of (text, style)
     most = max(writing.budget for writing in writings)
     marked = sorted({round(i * (most - 1) / 11) for i in range(12)})  # as many as fit beside the rest
@@ -198,6 +316,4 @@ def _colour(step: int, most: int) -> str:
 
 
 def _wrapped_text(text: str) -> list[str]:
-    import textwrap
-
     return [line for part in text.splitlines() for line in textwrap.wrap(part, WIDTH)]

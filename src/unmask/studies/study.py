@@ -38,7 +38,7 @@ from unmask.jsonl import append_jsonl, read_jsonl, sealed
 from unmask.recipe import Recipe, differences, load_recipe, not_continued, read_toml, recipe_folder
 
 if TYPE_CHECKING:
-    from unmask.evaluation.compare import Result
+    from unmask.evaluation.records import Record
     from unmask.studies.jobs import Ended, Job
 
 SEED = 0  # of the sampling: orders can be compared only if it is the same for all
@@ -401,30 +401,25 @@ class Reproduction:
 
     # --- what came of it ----------------------------------------------------------------------------------------------
 
-    def evaluated(self) -> list[Result]:
+    def evaluated(self) -> list[Record]:
         """Everything that has been evaluated, of all runs."""
-        from unmask.evaluation.compare import results
-        from unmask.evaluation.verdicts import VerdictFile
-        from unmask.report.tables import read_records
+        from unmask.evaluation.records import read_run
 
-        found = []
-        for run in self.runs:
-            path = self.out / run / "results.jsonl"
-            if path.exists():
-                found += results(read_records(path), VerdictFile(path.with_name("verdicts.jsonl")))
-        return found
+        folders = [self.out / run for run in self.runs]
+        return [record for run in folders if (run / "results.jsonl").exists() for record in read_run(run)]
 
     def collect(self) -> None:
         """Put the records of all runs into one file, and the recipes and the gains beside it."""
         from unmask.evaluation.compare import gains
+        from unmask.evaluation.records import record_lines
 
         (self.beside / "recipes").mkdir(parents=True, exist_ok=True)
         for run in self.runs:
             if self._is_trained(run):
                 shutil.copy(self.out / run / "recipe.json", self.beside / "recipes" / f"{run}.json")
-        results = self.evaluated()
-        _rewrite(self.records, [result.record for result in results])
-        _rewrite(self.beside / "gains.jsonl", gains(results))
+        records = self.evaluated()
+        _rewrite(self.records, record_lines(records))
+        _rewrite(self.beside / "gains.jsonl", gains(records))
 
     def _best_others(self) -> list[str]:
         """Of the other rules, for each budget the one with the best mean score at its orders' steps on the first split.
@@ -437,18 +432,18 @@ class Reproduction:
         if not (self.study.others and self.study.evaluate):
             return []
         first, chosen = self.study.evaluate[0], [_learned_name(rule) for rule in self.study.learned]
-        results = [result for result in self.evaluated() if result.record.split == first.split]
-        orders: dict[int, list[Result]] = {}
-        for result in results:
-            record = result.record
-            if record.policy in chosen and record.trained_budget and record.plain_denoiser == record.denoiser:
-                orders.setdefault(record.trained_budget, []).append(result)
+        records = [record for record in self.evaluated() if record.spec.split == first.split]
+        orders: dict[int, list[Record]] = {}
+        for record in records:
+            spec = record.spec
+            if spec.policy in chosen and spec.trained_budget and spec.plain_denoiser == spec.denoiser:
+                orders.setdefault(spec.trained_budget, []).append(record)
         names, best = {parse_policy(rule).name for rule in self.study.others}, []
         for _, ours in sorted(orders.items()):
             scores: dict[str, list[float]] = {}
             for learned in ours:
-                for curve in curves(rivals(learned.record, results)):
-                    rule, score = curve[0].record.policy, at_most_steps(learned.mean_steps, curve)[0].score
+                for curve in curves(rivals(learned, records)):
+                    rule, score = curve[0].spec.policy, at_most_steps(learned.mean_steps, curve)[0].score
                     if rule in names and score is not None:
                         scores.setdefault(rule, []).append(score)
             known = {rule: sum(found) for rule, found in scores.items() if len(found) == len(ours)}

@@ -42,7 +42,7 @@ WRITTEN = re.compile(
     r"""(
     ((denoiser|baseline|order)(\.partial)?/)?((manifest|config|tokenizer)\.json|model\.safetensors)
     | recipe\.json | start\.txt | changes\.log | lock | bound\.json | report\.html | orders\.png
-    | (metrics|results|orders|verdicts)\.jsonl
+    | (metrics|results|verdicts)\.jsonl
     | checkpoints/[a-z]+-\d+(\.partial|\.damaged)?/(tensors\.safetensors|(facts|manifest)\.json)
     | unmask/.*     # of the experiment trackers
     )(\.partial)?""",

@@ -1,0 +1,248 @@
+"""Which policies are evaluated at which budgets, and what a comparison at equal steps needs besides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from unmask.decoding.policies import NetworkPolicy, Policy, parse_policy
+from unmask.decoding.tokens import TokenChoice
+from unmask.display import say
+from unmask.errors import UserError
+from unmask.evaluation.compare import next_budget
+from unmask.evaluation.evaluate import Setup, check_examples, evaluate_policy, response_sizes
+from unmask.evaluation.records import Record, append_records, read_records, read_run
+from unmask.evaluation.verdicts import VerdictFile
+from unmask.files import refuse_link
+from unmask.models.order_model import OrderModel, weights_hash
+from unmask.progress import progress
+from unmask.recipe import MOST_STEPS, EvaluateRecipe, Recipe
+from unmask.runtime import Processes, precision_on
+from unmask.tasks.task import Task
+from unmask.training.run import load_run
+
+Plan = list[tuple[Policy, int]]  # policies and budgets
+
+
+def evaluate(
+    run_or_model: str | Path | OrderModel,
+    task: Task | None = None,
+    policies: Sequence[str | Policy] = (),
+    steps: Sequence[int] = (),
+    *,
+    examples: int | None = None,
+    temperature: float | None = None,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    guidance: float = 0.0,
+    min_length: int = 0,
+    stop_at_eos: bool = False,
+    seed: int | None = None,
+    split: str | None = None,
+    against: Sequence[str | Path] = (),
+    again: bool = False,
+    compile: bool = False,
+    bf16: bool = False,
+    trust_task: bool = False,
+    cpu: bool = False,
+) -> list[Record]:
+    """Evaluate policies x budgets: of a run folder, or of a model on a task.
+
+    What is not given is the recipe's, or for a model the recipe's default.  Without `steps`, heuristics also run at the
+    budgets that a comparison with the learned order at equal steps needs; and always at those that one with the orders
+    of the runs `against` needs, whose records are returned too.  The records and verdicts of a run are kept in its
+    folder: what has been evaluated is not evaluated again, unless `again`.  The options are those of `unmask evaluate`.
+    """
+    processes = Processes(cpu)
+    recipe, folder = None, None
+    if isinstance(run_or_model, OrderModel):
+        if task is None:
+            raise UserError("a model is evaluated on a task: give one, such as unmask.make_task('groups')")
+        model = plain = run_or_model
+        task = task.on_split(split) if split else task
+        shape = model.config.denoiser
+        label, defaults = f"{shape.layers}x{shape.width}", EvaluateRecipe()
+    else:
+        if task is not None:
+            raise UserError(
+                "a run has a task of its own: leave out `task`, or give a model instead of the run's folder"
+            )
+        folder = Path(run_or_model)
+        model, plain, task, recipe = open_run(folder, processes.device, split, trust_task)
+        label, defaults = model_label(recipe), recipe.evaluate
+    precision = precision_on(next(model.parameters()).device.type, "bf16" if bf16 else "no")
+    if bf16 and precision == "no" and processes.is_main:
+        say("unmask: without --bf16: bfloat16 is slower than float32 on this CPU", err=True)
+    temperature = defaults.temperature if temperature is None else temperature
+    choice = token_choice(task, temperature, top_p, top_k, guidance, min_length, stop_at_eos)
+    number = defaults.examples if examples is None else examples
+    check_examples(task, number)
+    trained_seed = recipe.seed if recipe else None
+    seed = (trained_seed or 0) if seed is None else seed
+    setup = Setup(model, plain, task, label, number, choice, seed, trained_seed, precision, compile)
+    sizes = response_sizes(task, number)
+    names = list(policies) or [*(["learned"] if model.selector is not None else []), *defaults.policies]
+    rules = [rule if isinstance(rule, Policy) else parse_policy(rule, model.selector) for rule in names]
+    learned, heuristics = _planned(setup, rules, steps or defaults.budgets, bool(policies and steps), sizes, processes)
+    elsewhere = [record for other in against for record in _learned_in(Path(other), setup, rules[0])]
+    evaluation = _Evaluation(setup, folder, again, processes)
+
+    records = evaluation.run(learned)
+    met = [*([] if steps else records), *elsewhere]
+    heuristics = _with_equal_steps(heuristics, met, sizes)
+    records += [*elsewhere, *evaluation.run(heuristics)]
+    return records + evaluation.run(_budgets_lacking(heuristics, met, records, sizes))
+
+
+class _Evaluation:
+    """Evaluates, and keeps records and verdicts in the folder of a run if there is one."""
+
+    def __init__(self, setup: Setup, folder: Path | None, again: bool, processes: Processes) -> None:
+        self.setup, self.again, self.processes = setup, again, processes
+        self.results = folder / "results.jsonl" if folder else None
+        self.verdicts, self.recorded = None, list[Record]()
+        if folder and self.results:
+            for path in (self.results, folder / "verdicts.jsonl"):
+                refuse_link(path)
+            self.recorded = read_records(self.results) if self.results.exists() else []
+            self.verdicts = VerdictFile(folder / "verdicts.jsonl", processes.is_main)
+
+    def run(self, plan: Plan) -> list[Record]:
+        found: list[Record] = []
+        if not plan:
+            return found
+        total = self.setup.num_examples * len(plan)
+        with progress("evaluate", total, visible=self.processes.is_main) as advance:
+            for rule, budget in plan:
+                record = evaluate_policy(
+                    self.setup,
+                    rule,
+                    budget,
+                    verdicts=self.verdicts,
+                    again=self.again,
+                    advance=advance,
+                    processes=self.processes,
+                )
+                if self.results and self.processes.is_main and (self.again or record not in self.recorded):
+                    append_records(self.results, [record])
+                found.append(record)
+        return found
+
+
+def open_run(
+    run: Path, device: torch.device, split: str | None = None, trust_task: bool = False
+) -> tuple[OrderModel, OrderModel, Task, Recipe]:
+    """The model of a run, the one whose denoiser the heuristics run on, the task and the recipe, ready to use."""
+    model, plain, recipe, task = load_run(run, trust_task)
+    if split is not None:
+        task = task.on_split(split)
+    if recipe.threads:
+        torch.set_num_threads(recipe.threads)
+    return model.to(device), plain.to(device), task, recipe
+
+
+def model_label(recipe: Recipe) -> str:
+    """What records call a model: its label, the name of what it started from or of its size, or layers x width."""
+    model = recipe.model
+    start = Path(recipe.init or model.causal).name
+    return model.label or start or model.size or f"{model.layers}x{model.width}"
+
+
+def token_choice(
+    task: Task,
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    guidance: float = 0.0,
+    min_length: int = 0,
+    stop_at_eos: bool = False,
+) -> TokenChoice:
+    """How tokens are chosen on a task, which knows its end of sequence."""
+    end = task.eos_token_id
+    if end is None and (min_length or stop_at_eos):
+        raise UserError(
+            f"task {task.name} has no end of sequence (eos_token_id): leave out --min-length and --stop-at-eos"
+        )
+    return TokenChoice(temperature, top_p, top_k, guidance, end, min_length, stop_at_eos)
+
+
+def _planned(
+    setup: Setup, rules: Iterable[Policy], budgets: Sequence[int], all_at: bool, sizes: Tensor, processes: Processes
+) -> tuple[Plan, Plan]:
+    """The learned rules, at their own budget unless `all_at`, and the heuristics, at the budgets that each can run at.
+
+    Without any budget, heuristics run at the learned one, or else at one step per token.
+    """
+    selector = setup.model.selector
+    own = [selector.budget] if selector is not None else []
+    learned: Plan = []
+    heuristics: Plan = []
+    for rule in {rule.name: rule for rule in rules}.values():
+        is_learned = isinstance(rule, NetworkPolicy)
+        wanted = own if is_learned and not all_at else budgets or own or [setup.task.length]
+        wanted = list(dict.fromkeys(wanted))
+        if wrong := [budget for budget in wanted if not 1 <= budget <= MOST_STEPS]:
+            raise UserError(f"--steps must be between 1 and {MOST_STEPS:,}, got {wrong[0]}")
+        fitting = [budget for budget in wanted if _can_run(rule, budget, sizes)]
+        if not fitting:
+            rule.check(wanted[0], sizes)  # says why
+        left_out = [str(budget) for budget in wanted if budget not in fitting]
+        if left_out and processes.is_main:
+            say(f"unmask: {rule.name} cannot run at {', '.join(left_out)} steps: left out", err=True)
+        (learned if is_learned else heuristics).extend((rule, budget) for budget in fitting)
+    return learned, heuristics
+
+
+def _can_run(rule: Policy, budget: int, sizes: Tensor) -> bool:
+    try:
+        rule.check(budget, sizes)
+    except UserError:
+        return False
+    return True
+
+
+def _learned_in(run: Path, setup: Setup, any_rule: Policy) -> list[Record]:
+    """The learned orders of another run, evaluated with the same settings and learned on the same denoiser."""
+    asked, denoiser = setup.spec(any_rule, 1), weights_hash(setup.plain.denoiser)
+    found = [record for record in read_run(run) if record.spec.learned and record.spec.setting == asked.setting]
+    if not found:
+        raise UserError(
+            f"--against {run}: its learned order has not been evaluated on {asked.num_examples} examples of "
+            f"{asked.split} with the same settings: run `unmask evaluate {run} --policy learned` with them first"
+        )
+    if any(record.spec.plain_denoiser != denoiser for record in found):
+        raise UserError(f"--against {run}: its order was learned on another denoiser, so nothing here compares with it")
+    return found
+
+
+def _with_equal_steps(heuristics: Plan, learned: Sequence[Record], sizes: Tensor) -> Plan:
+    """Each heuristic also at the floor and the ceiling of the learned mean steps, and at the learned maximum."""
+    needed = {
+        steps
+        for record in learned
+        for steps in (math.floor(record.mean_steps), math.ceil(record.mean_steps), record.outcome.most_steps)
+    }
+    if not needed:
+        return heuristics
+    return [
+        (rule, budget)
+        for rule in {rule.name: rule for rule, _ in heuristics}.values()
+        for asked in [{budget for other, budget in heuristics if other.name == rule.name}]
+        for budget in sorted(asked | {steps for steps in needed if _can_run(rule, steps, sizes)})
+    ]
+
+
+def _budgets_lacking(heuristics: Plan, learned: Sequence[Record], compared: Sequence[Record], sizes: Tensor) -> Plan:
+    """What else a comparison needs of rules that take fewer steps than their budget."""
+    needed: dict[tuple[str, int], tuple[Policy, int]] = {}
+    for rule in {rule.name: rule for rule, _ in heuristics}.values():
+        curve = [record for record in compared if record.spec.policy == rule.name]
+        for record in learned:
+            budget = next_budget(record.mean_steps, curve)
+            if budget and _can_run(rule, budget, sizes):
+                needed[rule.name, budget] = (rule, budget)
+    return list(needed.values())
