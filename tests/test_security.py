@@ -11,9 +11,8 @@ from tests.test_bad_input import call
 from tests.training.small import TINY_RECIPE
 from unmask import files
 from unmask.errors import UserError
-from unmask.recipe import load_recipe
+from unmask.recipe import load_recipe, parse_teacher
 from unmask.training.run import train
-from unmask.training.teacher import parse_teacher
 
 HELPER = """
 from dataclasses import dataclass

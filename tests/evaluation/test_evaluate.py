@@ -35,7 +35,6 @@ from unmask.models.order_model import weights_hash
 from unmask.tasks.puzzles.chain import Chain
 from unmask.tasks.puzzles.groups import Groups
 from unmask.tasks.puzzles.latin_square import LatinSquare
-from unmask.tasks.task import on_split
 from unmask.variational.enumeration import TinyModel, exact_bound
 
 TASK = Groups(groups=2, group_size=2, symbols=3)
@@ -172,17 +171,17 @@ def test_what_a_task_may_say_of_its_held_out_examples(tmp_path, monkeypatch):
     record = run(always(VALID), Margin(), 2, task=task, verdicts=stream)
     assert (record.split, record.metrics) == ("near", {"even": 0.5, "tenth": 0.1})
     assert run(always(VALID), Margin(), 2, task=task, verdicts=VerdictFile(stream.path)) == record
-    far = on_split(task, "far")
+    far = task.on_split("far")
     record = run(always(VALID), Margin(), 2, task=far, verdicts=stream)
     assert record.split == "far"
     assert len(json_lines(stream.path)) == 6, "another evaluation"
     plain = run(always(VALID), Margin(), 2)
     assert (plain.split, plain.metrics) == ("test", {})
-    assert on_split(task, "near") is task
+    assert task.on_split("near") is task
     with pytest.raises(ValueError, match=r"no held-out split 'fra'; did you mean 'far'\? choose from near, far"):
-        on_split(task, "fra")
+        task.on_split("fra")
     with pytest.raises(ValueError, match="task groups has no held-out split 'near'; choose from test"):
-        on_split(TASK, "near")
+        TASK.on_split("near")
 
 
 VALID = TASK.examples(torch.tensor([0]), "test").tokens[0].tolist()
