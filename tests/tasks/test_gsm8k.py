@@ -24,7 +24,7 @@ from unmask.tasks.cache import Ragged
 from unmask.tasks.gsm8k.arithmetic import Style, decimals_of, exact, parse
 from unmask.tasks.gsm8k.byte_pairs import MARKS, train_tokenizer
 from unmask.tasks.gsm8k.gsm8k import GSM8K, fingerprint
-from unmask.tasks.gsm8k.held_out import HELD_OUT, leaked, make_splits
+from unmask.tasks.gsm8k.held_out import HELD_OUT, make_splits
 from unmask.tasks.gsm8k.resampling import _choices, find_numbers, template_of
 from unmask.tasks.gsm8k.word_problems import Problem, answer_in, read_problems, same_text, without_numbers
 
@@ -36,7 +36,7 @@ def problem(question, *equations, answer=None):
     """A problem whose solution has a sentence for each equation."""
     lines = [f"That makes {eq.partition('=')[0]} = <<{eq}>>{eq.rpartition('=')[2]} in all." for eq in equations]
     final = answer or equations[-1].rpartition("=")[2]
-    return Problem(question, "\n".join([*lines, f"#### {final}"]), "here")
+    return Problem(question, "\n".join([*lines, f"#### {final}"]))
 
 
 def many():
@@ -93,7 +93,7 @@ def test_expressions_are_exact():
         ("0.1+0.2", "3/10"),
     ):
         read = parse(text)
-        assert read.value([exact(number) for number in read.numbers]) == Fraction(value), text
+        assert read.values([exact(number) for number in read.numbers])[-1] == Fraction(value), text
         assert read.write(read.numbers) == text
 
 
@@ -391,11 +391,10 @@ def test_solutions_have_no_copies():
 
 def test_a_training_problem_that_is_in_test_but_for_its_numbers_is_told(tmp_path):
     again = replace(TEST[0], question="Eve  had 50 plums and ate 5 of them. How many are left?")
-    assert leaked(many(), TEST) == []
-    assert leaked([*many(), again], TEST) == [again.question]
-    write_jsonl(tmp_path / "train.jsonl", [*many(), again])
     write_jsonl(tmp_path / "test.jsonl", TEST)
-    assert GSM8K(str(tmp_path)).leaks() == [again.question]
+    for train, leaks in ((many(), []), ([*many(), again], [again.question])):
+        write_jsonl(tmp_path / "train.jsonl", train)
+        assert GSM8K(str(tmp_path)).leaks() == leaks
 
 
 def test_training_does_not_read_the_test_file(tmp_path):

@@ -276,7 +276,7 @@ class _Trace:
         """Trace one equation; False where it cannot be recomputed."""
         operands = tuple(exact(number) for number in expression.numbers)
         styles = tuple(Style.of(number) for number in expression.numbers)
-        if not NUMBER.fullmatch(result) or expression.value(operands) != exact(result):
+        if not NUMBER.fullmatch(result) or expression.values(operands)[-1] != exact(result):
             return False  # a negative or a rounded result
         roles = expression.roles()
         sources = tuple(self._source(value, role) for value, role in zip(operands, roles, strict=True))
