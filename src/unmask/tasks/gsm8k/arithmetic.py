@@ -57,13 +57,11 @@ class Style:
         needed = decimals_of(value)
         assert needed is not None
         places = max(needed, self.decimals) if self.padded else needed
-        digits = str(abs(value * 10**places)).rjust(places + 1, "0")
-        whole, fraction = digits[: len(digits) - places], digits[len(digits) - places :]
-        if whole == "0" and fraction and not self.leading_zero:
-            whole = ""
-        if self.commas and whole:
-            whole = f"{int(whole):,}"
-        return ("-" if value < 0 else "") + whole + ("." + fraction if fraction else "")
+        whole, rest = divmod(int(abs(value) * 10**places), 10**places)
+        written = f"{whole:,}" if self.commas else str(whole)
+        if not whole and places and not self.leading_zero:
+            written = ""
+        return ("-" if value < 0 else "") + written + (f".{rest:0{places}}" if places else "")
 
 
 @dataclass(frozen=True)

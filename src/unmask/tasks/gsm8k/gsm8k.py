@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unmask import files
 from unmask.display import say
-from unmask.errors import UserError, require
+from unmask.errors import require
 from unmask.models.importers.pretrained import find_source, load_tokenizer
 from unmask.models.importers.vocabulary import cut_tokenizer, vocabulary_of
 from unmask.tasks.cache import Ragged, alone_in, cache_folder, written_whole
@@ -82,11 +82,11 @@ class GSM8K(Task):
         check_choice(self, "answers", FORMS)
         check_choice(self, "held_out", HELD_OUT)
         check_choice(self, "scoring", SCORINGS)
-        if self.held_out.startswith("new-numbers") and (self.answers != "equations" or not self.resample):
-            raise UserError(
-                f"task {self.name}: {self.held_out} needs copies with new numbers: set held_out to new-templates or "
-                "test, or answers to equations and resample to at least 1"
-            )
+        require(
+            not self.held_out.startswith("new-numbers") or (self.answers == "equations" and self.resample > 0),
+            f"task {self.name}: {self.held_out} needs copies with new numbers: set held_out to new-templates or test, "
+            "or answers to equations and resample to at least 1",
+        )
 
     @cached_property
     def vocabulary(self) -> tuple[str, ...]:
