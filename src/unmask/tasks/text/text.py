@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from unmask.errors import UserError
+from unmask.errors import UserError, require
 from unmask.models.importers.vocabulary import vocabulary_of
 from unmask.progress import progress
 from unmask.rng import signed
@@ -49,8 +49,7 @@ class Text(Task):
     @cached_property
     def shards(self) -> list[Path]:
         found = [Path(path) for path in sorted(glob.glob(os.path.expanduser(self.files), recursive=True))]
-        if not found:
-            raise UserError(f"task text: no file is called {self.files!r}: set files to the path of your texts")
+        require(bool(found), f"task text: no file is called {self.files!r}: set files to the path of your texts")
         return found
 
     @cached_property
@@ -118,8 +117,8 @@ class Text(Task):
                         write_cache(folder, self._sequences(split), len(self.vocabulary), about)
                 cached = read_cache(folder, hashes.of)
                 assert cached is not None
-            if not len(cached):
-                raise UserError(f"task text: {self.files!r} has too few texts, none is left for the {split} split")
+            too_few = f"task text: {self.files!r} has too few texts, none is left for the {split} split"
+            require(len(cached) > 0, too_few)
             found[split] = cached
         hashes.save()
         return found
