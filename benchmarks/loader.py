@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from unmask.files import fingerprint
 from unmask.tasks.text.shards import Visits, read_cache, write_cache
 
 BAR = 2e6  # tokens per second
@@ -49,16 +50,15 @@ def measure(folder: Path, rows: int, mean: int, batch: int, bucket: int, seconds
     started = time.perf_counter()
     write_cache(folder, sequences(rows, mean), 4096, {})
     written = time.perf_counter() - started
-    cached = read_cache(folder)
-    assert cached is not None
-    cache = cached[0]
+    cache = read_cache(folder, lambda path: fingerprint(path)["sha256"])
+    assert cache is not None
     visits = Visits(rows, 65536, 0, cache.lengths, bucket)
     tokens = places = update = 0
     most = memory()
     started = time.perf_counter()
     while (spent := time.perf_counter() - started) < seconds:
         positions = update * batch + np.arange(batch)
-        chosen = visits.at(positions)[1]
+        chosen = visits.at(positions)
         lengths = cache.lengths(chosen)
         padded = torch.from_numpy(cache.first(chosen, int(lengths.max()), 0))
         tokens, places, update = tokens + int(lengths.sum()), places + padded.numel(), update + 1

@@ -37,22 +37,21 @@ def spoiled(function):
     return call
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_all_is_as_before(enabled):
-    torch.set_num_threads(2)
-    torch.backends.mkldnn.enabled = enabled
-
+def test_all_is_as_before():
     @process_settings(threads=1)
     def interrupted():
         assert settings() == (1, enabled)
         torch.backends.mkldnn.enabled = not enabled
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert settings() == (2, enabled)
-    with process_settings():
+    torch.set_num_threads(2)
+    for enabled in (True, False):
+        torch.backends.mkldnn.enabled = enabled
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
         assert settings() == (2, enabled)
+        with process_settings():
+            assert settings() == (2, enabled)
 
 
 def test_a_product_in_bf16_changes_nothing_midway_and_nothing_afterwards(product, recwarn):

@@ -45,19 +45,19 @@ def unmix(h):
     return h ^ h >> 30 ^ h >> 60
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_the_smallest_hash_is_above_zero_and_the_largest_below_one(dtype):
-    lowest, highest = (uniforms(unmix(h), dtype=dtype) for h in (0, 2**64 - 1))
-    assert lowest.dtype == highest.dtype == dtype
-    assert 0 < lowest < 0.01
-    assert 0.99 < highest < 1
+def test_the_smallest_hash_is_above_zero_and_the_largest_below_one():
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        lowest, highest = (uniforms(unmix(h), dtype=dtype) for h in (0, 2**64 - 1))
+        assert lowest.dtype == highest.dtype == dtype
+        assert 0 < lowest < 0.01
+        assert 0.99 < highest < 1
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
-def test_words_of_every_integer_dtype_name_the_same_draw(dtype):
+def test_words_of_every_integer_dtype_name_the_same_draw():
     words = torch.arange(5)
-    assert torch.equal(uniforms(torch.tensor(3, dtype=dtype), 1, words.to(dtype)), uniforms(3, 1, words))
-    assert torch.equal(integers(3, words.to(dtype)), integers(3, words))
+    for dtype in (torch.int32, torch.uint8):
+        assert torch.equal(uniforms(torch.tensor(3, dtype=dtype), 1, words.to(dtype)), uniforms(3, 1, words))
+        assert torch.equal(integers(3, words.to(dtype)), integers(3, words))
     with pytest.raises(TypeError, match="must be integers, got a tensor"):
         uniforms(3, words.float())
 
@@ -115,19 +115,19 @@ def slow_uniform(seed, *words):
     return max(1, h >> 11) * 2.0**-53
 
 
-@pytest.mark.parametrize("seed", [0, 1, -1, 2**62 + 12345, -(2**63)])
-def test_a_word_is_a_word_whether_it_is_a_tensor_or_not(seed):
+def test_a_word_is_a_word_whether_it_is_a_tensor_or_not():
     """The seed as a number and as a tensor; integers before, between and behind tensors."""
-    for words in ((3, 4, 5), (Purpose.TOKEN, -1, 2**40), (-(2**63), 2**63 - 1, 0), (7,), ()):
-        expected = slow_uniform(seed, *(int(word) for word in words))
-        for choice in product((False, True), repeat=len(words) + 1):
-            one, *others = (
-                torch.tensor(int(word)) if is_tensor else word
-                for word, is_tensor in zip((seed, *words), choice, strict=True)
-            )
-            assert uniforms(one, *others, dtype=torch.float64).item() == expected
-    column, row = torch.arange(4)[:, None], torch.arange(-1, 2)
-    drawn = uniforms(torch.tensor(seed), Purpose.REVEAL, column, 9, row, dtype=torch.float64)
-    assert drawn.shape == (4, 3)
-    assert torch.equal(drawn, uniforms(seed, Purpose.REVEAL, column, 9, row, dtype=torch.float64))
-    assert drawn[2, 0].item() == slow_uniform(seed, Purpose.REVEAL, 2, 9, -1)
+    for seed in (0, 1, -1, 2**62 + 12345, -(2**63)):
+        for words in ((3, 4, 5), (Purpose.TOKEN, -1, 2**40), (-(2**63), 2**63 - 1, 0), (7,), ()):
+            expected = slow_uniform(seed, *(int(word) for word in words))
+            for choice in product((False, True), repeat=len(words) + 1):
+                one, *others = (
+                    torch.tensor(int(word)) if is_tensor else word
+                    for word, is_tensor in zip((seed, *words), choice, strict=True)
+                )
+                assert uniforms(one, *others, dtype=torch.float64).item() == expected
+        column, row = torch.arange(4)[:, None], torch.arange(-1, 2)
+        drawn = uniforms(torch.tensor(seed), Purpose.REVEAL, column, 9, row, dtype=torch.float64)
+        assert drawn.shape == (4, 3)
+        assert torch.equal(drawn, uniforms(seed, Purpose.REVEAL, column, 9, row, dtype=torch.float64))
+        assert drawn[2, 0].item() == slow_uniform(seed, Purpose.REVEAL, 2, 9, -1)

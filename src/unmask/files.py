@@ -13,13 +13,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from unmask.errors import UserError
+from unmask.errors import UserError, require
 
 MANIFEST, FORMAT = "manifest.json", "unmask manifest 1"
 
@@ -57,22 +57,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.exists():
         return {"format": FORMAT, "files": {}}
-    try:
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["format"] == FORMAT and isinstance(found["files"], dict):
             return dict(found)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
     raise ChecksumError(f"{path} is damaged, or is not of unmask: restore it from a copy, or move it away")
 
 
 def is_ours(folder: Path) -> bool:
     """Whether this program wrote a folder, which its manifest says."""
-    try:
+    with suppress(OSError, ChecksumError):
         read_manifest(folder)
-    except (OSError, ChecksumError):
-        return False
-    return (folder / MANIFEST).exists()
+        return (folder / MANIFEST).exists()
+    return False
 
 
 def write_manifest(folder: Path, files: Mapping[str, Any], **more: str) -> None:
@@ -124,8 +121,8 @@ def discard(folder: Path, *names: str) -> None:
 
 def refuse_link(path: Path) -> None:
     """Raise UserError where a write to `path` would leave its folder through a symbolic link."""
-    if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
-        raise UserError(f"{path} is a link that leads out of its folder, so nothing is written there: take it away")
+    outside = path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve())
+    require(not outside, f"{path} is a link that leads out of its folder, so nothing is written there: take it away")
 
 
 @contextmanager

@@ -79,9 +79,8 @@ def read_jsonl(path: Path, kind: type[T]) -> list[T]:
         try:
             items.append(build(kind, values))
         except UserError as error:
-            raise ResultsError(
-                f"{path}, line {number}: not what this version writes ({error}); move the file away and evaluate again"
-            ) from None
+            wrong = f"{path}, line {number}: not what this version writes ({error})"
+            raise ResultsError(f"{wrong}; move the file away and evaluate again") from None
     return items
 
 
@@ -96,10 +95,9 @@ def _whole(line: str) -> bool:
 def _mend_the_end(path: Path) -> None:
     """After this the file is empty or ends with a newline."""
     with path.open("rb+") as file:
-        if file.seek(0, 2) == 0:
-            return
-        file.seek(-1, 2)
-        if file.read(1) == b"\n":
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 1))
+        if file.read() in (b"", b"\n"):
             return
         file.seek(0)
         text = file.read()

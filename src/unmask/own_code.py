@@ -9,7 +9,7 @@ from importlib.machinery import PathFinder
 from itertools import accumulate
 from typing import Any
 
-from unmask.errors import UserError
+from unmask.errors import UserError, require
 
 
 def is_own(name: str) -> bool:
@@ -29,8 +29,8 @@ def source_of(name: str) -> str:
 def import_class(kind: str, name: str) -> Any:
     """What "module:Class" names; `kind` is "task" or "policy".  The current folder is searched last."""
     module, _, cls = name.partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), cls)):
-        raise UserError(f"{kind} {name!r}: write a {kind} of your own as module:Class, such as my_module:MyClass")
+    well_formed = all(part.isidentifier() for part in (*module.split("."), cls))
+    require(well_formed, f"{kind} {name!r}: write a {kind} of your own as module:Class, such as my_module:MyClass")
     if "" not in sys.path:
         sys.path.append("")
     try:

@@ -33,15 +33,8 @@ def progress(
     transient: it is gone at the end, and a loop of a few seconds leaves nothing in a log.
     """
     console = Console(stderr=True)
-    logged = visible and not console.is_interactive
-    bar = Progress(
-        _Line(),
-        console=console,
-        transient=transient,
-        disable=not (visible and console.is_interactive),
-        refresh_per_second=4,
-    )
-    with bar:
+    drawn, logged = visible and console.is_interactive, visible and not console.is_interactive
+    with Progress(_Line(), console=console, transient=transient, disable=not drawn, refresh_per_second=4) as bar:
         bar.add_task(name, total=total, completed=done, said="")
         (task,) = bar.tasks
         told = time.monotonic() if transient else -math.inf

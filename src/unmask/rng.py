@@ -32,53 +32,48 @@ class Purpose(IntEnum):
 
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_WORD = 0xFFFFFFFFFFFFFFFF
+
+Word = int | Tensor  # 64 bits, signed; an integer does not travel to the device
 
 
 def signed(word: int) -> int:
     """The 64 bits of `word` as the signed integer that torch.int64 holds."""
-    word &= _WORD
+    word &= (1 << 64) - 1
     return word - (1 << 64) if word >> 63 else word
 
 
-def _shift_right(h: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's `>>` on int64 copies the sign bit, which would correlate the high bits."""
+def _shift_right(h: Word, bits: int) -> Word:
+    """Logical shift: `>>` copies the sign bit, which would correlate the high bits."""
     return (h >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix_word(h: int) -> int:
-    """`_mix` of one Python integer: words that are not tensors must not travel to the device at every draw."""
-    h &= _WORD
-    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
-    h = (h ^ (h >> 27)) * 0x94D049BB133111EB & _WORD
-    return h ^ (h >> 31)
+def _times(h: Word, factor: int) -> Word:
+    """The low 64 bits of the product, which is what torch keeps."""
+    product = h * signed(factor)
+    return signed(product) if isinstance(product, int) else product
 
 
-def _mix(h: Tensor) -> Tensor:
-    h = (h ^ _shift_right(h, 30)) * signed(0xBF58476D1CE4E5B9)
-    h = (h ^ _shift_right(h, 27)) * signed(0x94D049BB133111EB)
+def _mix(h: Word) -> Word:
+    h = _times(h ^ _shift_right(h, 30), 0xBF58476D1CE4E5B9)
+    h = _times(h ^ _shift_right(h, 27), 0x94D049BB133111EB)
     return h ^ _shift_right(h, 31)
 
 
-def _int64(word: Tensor) -> Tensor:
-    """The word with the 64 bits that `_mix` needs: fewer would overflow to zero without an error."""
+def _plus(word: Word, shift: int) -> Word:
+    """The sum with all the 64 bits that `_mix` needs: in fewer it would overflow to zero without an error."""
+    if not isinstance(word, Tensor):
+        return signed(int(word) + shift)
     if word.is_floating_point():
         raise TypeError(f"the words that name a draw must be integers, got a tensor of {word.dtype}")
-    return word.long()
+    return word.long() + signed(shift)
 
 
-def _hash(seed: int | Tensor, *words: int | Tensor) -> Tensor:
-    """h of the formula above, in the broadcast shape of the words."""
-    h = _mix(_int64(seed)) if isinstance(seed, Tensor) else _mix_word(seed)
+def _top_bits(bits: int, seed: Word, *words: Word) -> Tensor:
+    """The top bits of h of the formula above, in the broadcast shape of the words."""
+    h = _mix(_plus(seed, 0))
     for j, word in enumerate(words, start=1):
-        place = j * _GOLDEN
-        shifted = _mix(_int64(word) + signed(place)) if isinstance(word, Tensor) else _mix_word(int(word) + place)
-        if isinstance(h, int) and isinstance(shifted, int):
-            h = _mix_word(h ^ shifted)
-        else:
-            one, other = (signed(part) if isinstance(part, int) else part for part in (h, shifted))
-            h = _mix(torch.as_tensor(one ^ other))
-    return h if isinstance(h, Tensor) else torch.tensor(signed(h))
+        h = _mix(h ^ _mix(_plus(word, j * _GOLDEN)))
+    return torch.as_tensor(_shift_right(h, 64 - bits))
 
 
 def uniforms(seed: int | Tensor, *words: int | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -88,12 +83,12 @@ def uniforms(seed: int | Tensor, *words: int | Tensor, dtype: torch.dtype = torc
     same draws up to rounding, and u < q is certain where q = 1 (the arg-max of Q) and impossible where q = 0.
     """
     bits = 1 - round(math.log2(torch.finfo(dtype).eps))
-    return _shift_right(_hash(seed, *words), 64 - bits).clamp(min=1).to(dtype) * 2.0**-bits
+    return _top_bits(bits, seed, *words).clamp(min=1).to(dtype) * 2.0**-bits
 
 
 def integers(seed: int, *words: int | Tensor) -> Tensor:
     """Integers in [0, 2^62), as `uniforms`."""
-    return _shift_right(_hash(seed, *words), 2)
+    return _top_bits(62, seed, *words)
 
 
 def stratified(seed: int, *words: int, slots: Tensor, total: int) -> Tensor:

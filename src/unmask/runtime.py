@@ -7,7 +7,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -43,8 +43,7 @@ class Processes:
             return [item]
         from accelerate.utils import gather_object
 
-        gathered: list[Item] = gather_object([item])
-        return gathered
+        return list(gather_object([item]))
 
 
 @contextmanager
@@ -58,8 +57,13 @@ def process_settings(*, threads: int = 0, bf16: bool = False) -> Iterator[None]:
     try:
         if threads:
             torch.set_num_threads(threads)
-        if bf16:
-            _meet_bf16()
+        if (
+            bf16
+        ):  # let torch give up oneDNN now if it will: midway, a resumed run would be without it from another place
+            square = torch.ones(64, 64, dtype=torch.bfloat16, device="cpu")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.nn.functional.linear(square, square)
         yield
     finally:
         if torch.get_num_threads() != threads_before:
@@ -67,34 +71,25 @@ def process_settings(*, threads: int = 0, bf16: bool = False) -> Iterator[None]:
         torch.backends.mkldnn.enabled = onednn_before
 
 
-def _meet_bf16() -> None:
-    """Let torch give up oneDNN now if it will: midway, a run that is resumed would be without it from another place."""
-    square = torch.ones(64, 64, dtype=torch.bfloat16, device="cpu")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.nn.functional.linear(square, square)
-
-
 def matrix_speed(dtype: torch.dtype = torch.float32, size: int = 768) -> float:
     """Operations a second of a product of two square matrices on the CPU: the best of three."""
     matrix = torch.ones(size, size, dtype=dtype, device="cpu")
-    best = float("inf")
-    for _ in range(3):
+
+    def seconds() -> float:
         started = time.perf_counter()
         matrix @ matrix
-        best = min(best, time.perf_counter() - started)
-    return 2.0 * size**3 / best
+        return time.perf_counter() - started
+
+    return 2.0 * size**3 / min(seconds() for _ in range(3))
 
 
 def available_memory() -> int:
     """Bytes that a process may still take: what the kernel calls available, where it says so, else all there are."""
-    try:
-        kilobytes = re.search(
-            r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(encoding="utf-8"), flags=re.MULTILINE
-        )
-    except OSError:
-        kilobytes = None
-    return int(kilobytes[1]) * 1024 if kilobytes else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError):
+        said = Path("/proc/meminfo").read_text(encoding="utf-8")
+        if kilobytes := re.search(r"^MemAvailable:\s+(\d+) kB$", said, flags=re.MULTILINE):
+            return int(kilobytes[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @cache

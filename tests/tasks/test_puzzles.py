@@ -124,36 +124,36 @@ def assert_follows(observed, probabilities):
 # ---- what all puzzles promise
 
 
-@every(DEFAULT + OTHER)
-def test_examples_have_their_shape_and_are_pure(task):
-    examples = task.examples(torch.arange(50), "train")
-    assert examples.tokens.shape == examples.response.shape == examples.attention_mask.shape == (50, task.length)
-    assert examples.tokens.dtype == torch.int64
-    assert examples.response.dtype == examples.attention_mask.dtype == torch.bool
-    assert examples.attention_mask.all()
-    assert examples.response.any(-1).all()
-    assert examples.response.all() == task.unconditional
-    assert examples.tokens.min() >= 0
-    assert examples.tokens.max() < len(task.vocabulary) == len(set(task.vocabulary))
-    assert sorted(itertools.chain(*task.layout)) == list(range(task.length))
-    assert len(task.examples(torch.arange(0), "test")) == 0
+def test_examples_have_their_shape_and_are_pure():
+    for task in DEFAULT + OTHER:
+        examples = task.examples(torch.arange(50), "train")
+        assert examples.tokens.shape == examples.response.shape == examples.attention_mask.shape == (50, task.length)
+        assert examples.tokens.dtype == torch.int64
+        assert examples.response.dtype == examples.attention_mask.dtype == torch.bool
+        assert examples.attention_mask.all()
+        assert examples.response.any(-1).all()
+        assert examples.response.all() == task.unconditional
+        assert examples.tokens.min() >= 0
+        assert examples.tokens.max() < len(task.vocabulary) == len(set(task.vocabulary))
+        assert sorted(itertools.chain(*task.layout)) == list(range(task.length))
+        assert len(task.examples(torch.arange(0), "test")) == 0
 
-    ids = torch.tensor([5, 0, 2**40 + 1, 77])
-    together = task.examples(ids, "test")
-    for i in range(len(ids)):
-        alone = replace(task).examples(ids[i : i + 1], "test")  # a new object: nothing cached
-        for field in ("tokens", "response", "attention_mask"):
-            assert torch.equal(getattr(alone, field)[0], getattr(together, field)[i])
+        ids = torch.tensor([5, 0, 2**40 + 1, 77])
+        together = task.examples(ids, "test")
+        for i in range(len(ids)):
+            alone = replace(task).examples(ids[i : i + 1], "test")  # a new object: nothing cached
+            for field in ("tokens", "response", "attention_mask"):
+                assert torch.equal(getattr(alone, field)[0], getattr(together, field)[i])
 
 
-@every(DEFAULT)
-def test_splits_and_seeds_differ(task):
+def test_splits_and_seeds_differ():
     ids = torch.arange(20)
-    train = task.examples(ids, "train").tokens
-    assert not torch.equal(train, task.examples(ids, "test").tokens)
-    assert not torch.equal(train, replace(task, seed=1).examples(ids, "train").tokens)
-    with pytest.raises(UserError, match=r"^unknown split 'dev': use train or test$"):
-        task.examples(ids, "dev")
+    for task in DEFAULT:
+        train = task.examples(ids, "train").tokens
+        assert not torch.equal(train, task.examples(ids, "test").tokens)
+        assert not torch.equal(train, replace(task, seed=1).examples(ids, "train").tokens)
+        with pytest.raises(UserError, match=r"^unknown split 'dev': use train or test$"):
+            task.examples(ids, "dev")
 
 
 def test_examples_stay_what_they_are():
@@ -258,9 +258,7 @@ def test_chain_is_sparse_and_reaches_everything():
         steps = torch.eye(8) + (transitions > 0)
         assert (torch.linalg.matrix_power(steps, 8) > 0).all()
         assert transitions[transitions > 0].unique().numel() > task.symbols  # not uniform
-
-
-def test_chain_needs_a_step_each_time_the_length_doubles():
+    # a step more each time the length doubles
     assert [Chain(length=n).min_steps for n in (1, 2, 3, 4, 7, 8, 15, 16)] == [1, 2, 2, 3, 3, 4, 4, 5]
 
 
@@ -274,19 +272,18 @@ def test_latin_squares_are_all_listed():
     assert LatinSquare().min_steps is None
 
 
-@pytest.mark.parametrize("clues", [0, 1, 6, 15])
-def test_latin_square_likelihood_sums_to_one(clues):
-    task = LatinSquare(clues=clues)
+def test_latin_square_likelihood_sums_to_one():
     squares = latin_squares()
-    examples = task.examples(torch.arange(2), "test")
-    for i, clue in enumerate(given(examples)):
-        repeated = Examples(
-            *(t[i].expand(576, -1) for t in (examples.tokens, examples.response, examples.attention_mask))
-        )
-        p = task.log_likelihood(squares, repeated).exp()
-        assert p.sum() == pytest.approx(1, abs=1e-12)
-        assert (p > 0).tolist() == [right(task, square, clue) for square in squares.tolist()]
-        assert p[p > 0].unique().numel() == 1
+    for task in (LatinSquare(clues=clues) for clues in (0, 1, 6, 15)):
+        examples = task.examples(torch.arange(2), "test")
+        for i, clue in enumerate(given(examples)):
+            repeated = Examples(
+                *(t[i].expand(576, -1) for t in (examples.tokens, examples.response, examples.attention_mask))
+            )
+            p = task.log_likelihood(squares, repeated).exp()
+            assert p.sum() == pytest.approx(1, abs=1e-12)
+            assert (p > 0).tolist() == [right(task, square, clue) for square in squares.tolist()]
+            assert p[p > 0].unique().numel() == 1
 
 
 def test_latin_squares_and_clues_are_uniform():

@@ -3,7 +3,6 @@
 import json
 import os
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from unmask.errors import UserError
 from unmask.recipe import load_recipe
 from unmask.tasks import make_task
 from unmask.tasks.text import shards as shards_module
-from unmask.tasks.text.shards import Visits, hash_shards, read_cache, read_hashes, read_texts
+from unmask.tasks.text.shards import Hashes, Visits, read_texts
 from unmask.training.run import train
 
 LINES = [f"line {i} " + "x" * (i * 7 % 23) for i in range(40)]
@@ -50,11 +49,8 @@ def text(tmp_path, **options):
     return make_task("text", **options)
 
 
-def test_every_text_in_its_order(shards):
+def test_every_text_in_its_order_and_a_bad_line_is_named(shards):
     assert [found for found, _ in read_texts(shards, "text")] == LINES
-
-
-def test_a_bad_line_is_named(shards):
     whole = shards[1].read_text()
     for line in ('{"text": 3}', "[1]", "{", '{"other": "x"}', "null"):
         shards[1].write_text(f"{whole}\n{line}\n")
@@ -108,7 +104,6 @@ def test_a_damaged_cache_is_made_again(shards, tmp_path):
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
-        assert read_cache(path.parent) is None
         text(tmp_path).check()
         assert tokens_in(tmp_path / "cache") == made
 
@@ -147,33 +142,33 @@ def test_processes_that_start_together_make_one_cache(shards, tmp_path):
     assert made == tokens_in(tmp_path / "alone")
 
 
-def test_what_was_hashed_is_hashed_again_only_if_it_was_touched(shards, clock, monkeypatch):
-    read, digest = [], shards_module.hashlib.file_digest
-    monkeypatch.setattr(
-        shards_module.hashlib,
-        "file_digest",
-        lambda file, kind: (read.append(Path(file.name).name), digest(file, kind))[1],
-    )
+def test_what_was_hashed_is_hashed_again_only_if_it_was_touched(shards, tmp_path, clock, monkeypatch):
+    read, digest = [], shards_module.files.fingerprint
+    monkeypatch.setattr(shards_module.files, "fingerprint", lambda path: (read.append(path.name), digest(path))[1])
 
-    def hashed(known):
+    def hashed():
         read.clear()
-        return hash_shards(shards, known)
+        hashes = Hashes(tmp_path / "hashes.json")
+        found = [hashes.of(path) for path in shards]
+        hashes.save()
+        return found
 
-    first, known = hashed({})
-    assert len(read) == 3
-    assert known == {}, "just written: a change within the same tick of the clock would not be seen"
+    first = hashed()
+    assert hashed() == first
+    assert len(read) == 3, "just written: a change within the same tick of the clock would not be seen"
     clock[0] = max(path.stat().st_ctime_ns for path in shards) + 10**10
-    assert hashed(known)[0] == first
-    known = hashed(known)[1]
-    assert hashed(known) == (first, known)
+    assert hashed() == hashed() == first
     assert read == []
+    for damage in ("", "[]", "{", '{"x": 3}'):
+        (tmp_path / "hashes.json").write_text(damage)
+        assert hashed() == first
+        assert len(read) == 3
     content = shards[1].read_bytes()
     shards[1].write_bytes(content.replace(b"line 19", b"LINE 19"))
     os.utime(shards[1], (0, 0))
-    again, _ = hashed(known)
+    again = hashed()
     assert read == ["b.jsonl"]
-    assert (again[0], again[2]) == (first[0], first[2])
-    assert again[1] != first[1]
+    assert [one == other for one, other in zip(again, first, strict=True)] == [True, False, True]
 
 
 def test_a_cache_that_was_not_touched_is_not_read_at_every_start(shards, tmp_path, monkeypatch, clock):
@@ -183,47 +178,30 @@ def test_a_cache_that_was_not_touched_is_not_read_at_every_start(shards, tmp_pat
     text(tmp_path).check()
 
 
-def test_a_cache_that_cannot_be_made(shards, tmp_path):
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(UserError, match=r"no cache can be made in .*cache \(.*\): set cache to a folder"):
-        text(tmp_path).check()
-
-
-def test_damaged_hashes_are_made_again(shards, tmp_path):
-    for damage in ("", "[]", "{", '{"x": 3}'):
-        (tmp_path / "hashes.json").write_text(damage)
-        assert hash_shards(shards, read_hashes(tmp_path / "hashes.json"))[0] == hash_shards(shards, {})[0]
-
-
 def test_every_row_once_per_epoch():
     for rows, window, bucket in ((100, 30, 0), (100, 30, 4), (7, 100, 2), (64, 8, 1), (1, 1, 0)):
         visits = Visits(rows, window, 3, lambda wanted: wanted * 7919 % 13, bucket)
-        epoch, found = visits.at(np.arange(3 * rows))
-        assert epoch.tolist() == [i // rows for i in range(3 * rows)]
-        epochs = found.reshape(3, rows)
+        epochs = visits.at(np.arange(3 * rows)).reshape(3, rows)
         assert (np.sort(epochs, axis=1) == np.arange(rows)).all()
         if rows > 1:
             assert (epochs[0] != epochs[1]).any()
             assert (epochs[0] != np.arange(rows)).any()
+    found = Visits(1000, 100, 0, lambda rows: rows, 0).at(np.arange(1000)).reshape(10, 100)
+    assert ((found // 100) == (found[:, :1] // 100)).all(), "the shuffle stays in its window"
 
 
 def test_a_position_can_be_asked_for_alone():
     """So a run is resumed anywhere, and processes need not agree on a state."""
-    whole = Visits(100, 30, 3, lambda rows: rows % 7, 4).at(np.arange(250))[1]
+    whole = Visits(100, 30, 3, lambda rows: rows % 7, 4).at(np.arange(250))
     again = Visits(100, 30, 3, lambda rows: rows % 7, 4)
     for position in np.random.default_rng(0).permutation(250)[:40]:
-        assert again.at(np.array([position]))[1][0] == whole[position]
-    assert (Visits(100, 30, 4, lambda rows: rows % 7, 4).at(np.arange(250))[1] != whole).any(), "another seed"
-
-
-def test_the_shuffle_stays_in_its_window():
-    found = Visits(1000, 100, 0, lambda rows: rows, 0).at(np.arange(1000))[1].reshape(10, 100)
-    assert ((found // 100) == (found[:, :1] // 100)).all()
+        assert again.at(np.array([position]))[0] == whole[position]
+    assert (Visits(100, 30, 4, lambda rows: rows % 7, 4).at(np.arange(250)) != whole).any(), "another seed"
 
 
 def test_batches_are_buckets_in_every_epoch():
     """An epoch of 103 ends in the middle of a batch of 4: the next one's buckets begin a place later."""
-    found = Visits(103, 103, 0, lambda rows: rows, 4).at(np.arange(104, 104 + 64))[1]
+    found = Visits(103, 103, 0, lambda rows: rows, 4).at(np.arange(104, 104 + 64))
     batches = sorted((batch.min(), batch.max()) for batch in found.reshape(16, 4))
     assert all(one[1] < other[0] for one, other in pairwise(batches)), "sorted, cut, and shuffled"
 
@@ -303,3 +281,6 @@ def test_what_cannot_be_used_is_one_line(shards, tmp_path):
         with pytest.raises(UserError, match=words) as caught:
             text(tmp_path, **options).check()
         assert "\n" not in str(caught.value)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"\Ano cache can be made in .*file \(.*\): set cache to a folder\Z"):
+        text(tmp_path, cache=str(tmp_path / "file")).check()

@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from unmask.errors import UserError, did_you_mean
+from unmask.errors import UserError, did_you_mean, require
 from unmask.fields import check_fields
 from unmask.own_code import import_class, is_own
 
@@ -33,20 +33,17 @@ def task_class(name: str) -> type[Any]:
     if name in TASKS:
         module, _, cls = TASKS[name].partition(":")
         return getattr(importlib.import_module(module), cls)
-    if not is_own(name):
-        nearest = did_you_mean(name, TASKS)
-        raise UserError(
-            f"unknown task {name!r}; {nearest}choose from {', '.join(TASKS)}, or give your own 'module:Class'"
-        )
+    unknown = f"unknown task {name!r}; {did_you_mean(name, TASKS)}choose from {', '.join(TASKS)}"
+    require(is_own(name), f"{unknown}, or give your own 'module:Class'")
     found: type[Any] = import_class("task", name)
     from unmask.tasks.task import Task
 
-    if not (isinstance(found, type) and issubclass(found, Task)):
-        raise UserError(f"task {name!r} is no task: make it a subclass of unmask.tasks.task.Task")
-    if missing := sorted(found.__abstractmethods__):
-        raise UserError(f"task {name!r} has no {', '.join(missing)}: unmask.tasks.task.Task says what these are")
-    if not dataclasses.is_dataclass(found):
-        raise UserError(f"task {name!r} must be a frozen dataclass whose fields are its options")
+    is_task = isinstance(found, type) and issubclass(found, Task)
+    require(is_task, f"task {name!r} is no task: make it a subclass of unmask.tasks.task.Task")
+    missing = ", ".join(sorted(found.__abstractmethods__))
+    require(not missing, f"task {name!r} has no {missing}: unmask.tasks.task.Task says what these are")
+    is_dataclass = dataclasses.is_dataclass(found)
+    require(is_dataclass, f"task {name!r} must be a frozen dataclass whose fields are its options")
     return found
 
 

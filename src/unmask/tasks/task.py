@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from unmask.errors import UserError, did_you_mean
+from unmask.errors import did_you_mean, require
 from unmask.rng import Purpose, integers
 
 if TYPE_CHECKING:
@@ -166,52 +166,41 @@ class Task(ABC):
 
     def on_split(self, split: str) -> Task:
         """The same task with another held-out split."""
-        if split not in self.held_out_splits:
-            raise UserError(
-                f"task {self.name} has no held-out split {split!r}; {did_you_mean(split, self.held_out_splits)}choose "
-                f"from {', '.join(self.held_out_splits)}"
-            )
+        splits, nearest = self.held_out_splits, did_you_mean(split, self.held_out_splits)
+        known = f"{nearest}choose from {', '.join(splits)}"
+        require(split in splits, f"task {self.name} has no held-out split {split!r}; {known}")
         return self if split == self.held_out else dataclasses.replace(self, held_out=split)  # type: ignore[type-var]
 
     def check(self) -> None:
         """Raise UserError where the examples break the contract in a way that would fail only later."""
         examples = self.examples(torch.arange(2), "train")
-        if not isinstance(examples, Examples):
-            raise UserError(
-                f"task {self.name}: examples() must return unmask.tasks.task.Examples, not {examples!r:.60}"
-            )
-        expected = [2, self.length]
+        kind = f"task {self.name}: examples must be unmask.tasks.task.Examples, not {type(examples).__name__}"
+        require(isinstance(examples, Examples), kind)
+        expected, last = [2, self.length], len(self.vocabulary) - 1
         for field in ("tokens", "response", "attention_mask"):
-            if (shape := list(getattr(examples, field).shape)) != expected:
-                raise UserError(
-                    f"task {self.name}: examples of 2 ids have {field} of shape {shape}, expected {expected}"
-                )
-        low, high, size = int(examples.tokens.min()), int(examples.tokens.max()), len(self.vocabulary)
-        if low < 0 or high >= size:
-            raise UserError(
-                f"task {self.name}: tokens run from {low} to {high}, but the vocabulary has the ids 0 to {size - 1}"
-            )
+            shape = list(getattr(examples, field).shape)
+            wrong = f"task {self.name}: examples of 2 ids have {field} of shape {shape}, expected {expected}"
+            require(shape == expected, wrong)
+        low, high = int(examples.tokens.min()), int(examples.tokens.max())
+        wrong = f"task {self.name}: tokens run from {low} to {high}, but the vocabulary has the ids 0 to {last}"
+        require(0 <= low <= high <= last, wrong)
 
 
 def check_range(task: Task, option: str, low: int, high: int) -> None:
     """Raise UserError unless low <= option <= high."""
     value = getattr(task, option)
-    if not low <= value <= high:
-        raise UserError(f"task {task.name}: set {option} between {low} and {high}, not {value}")
+    require(low <= value <= high, f"task {task.name}: set {option} between {low} and {high}, not {value}")
 
 
 def check_choice(task: Task, option: str, choices: Sequence[str]) -> None:
     """Raise UserError unless the option is one of the choices."""
-    value = getattr(task, option)
-    if value not in choices:
-        listed = f"{', '.join(choices[:-1])} or {choices[-1]}"
-        raise UserError(f"task {task.name}: set {option} to {listed}, not {value!r}")
+    value, listed = getattr(task, option), f"{', '.join(choices[:-1])} or {choices[-1]}"
+    require(value in choices, f"task {task.name}: set {option} to {listed}, not {value!r}")
 
 
 def check_split(split: str) -> None:
     """Raise UserError unless the split is one that `examples` knows."""
-    if split not in ("train", "test"):
-        raise UserError(f"unknown split {split!r}: use train or test")
+    require(split in ("train", "test"), f"unknown split {split!r}: use train or test")
 
 
 def prompt_kept(tokens: Tensor, examples: Examples) -> Tensor:

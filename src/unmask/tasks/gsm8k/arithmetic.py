@@ -3,19 +3,18 @@
     expression = term (("+" | "-") term)*,    term = factor (("*" | "/" | "//") factor)*,
     factor = ("+" | "-") factor | "(" expression ")" "%"* | number "%"*
 
-with x% = x / 100 and x // y = floor(x / y).
-
-Numbers are Python integers or fractions.Fraction, never floats.
+with x% = x / 100 and x // y = floor(x / y).  Numbers are integers or fractions, never floats.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from unmask.errors import UserError
+from unmask.errors import UserError, require
 
 NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d*\.\d+|\d+")  # 1,234.50  .5  72
 _PARTS = re.compile(rf"({NUMBER.pattern})|(//|[-+*/()%])|(\s+)|(.)", flags=re.S)
@@ -35,12 +34,8 @@ def whole_if_whole(value: Exact) -> Exact:
 
 def decimals_of(value: Exact) -> int | None:
     """How many decimals it takes to write `value`; None where no number of them is enough."""
-    rest, twos, fives = value.denominator, 0, 0
-    while rest % 2 == 0:
-        rest, twos = rest // 2, twos + 1
-    while rest % 5 == 0:
-        rest, fives = rest // 5, fives + 1
-    return max(twos, fives) if rest == 1 else None
+    most = value.denominator.bit_length()
+    return next((places for places in range(most) if 10**places % value.denominator == 0), None)
 
 
 @dataclass(frozen=True)
@@ -62,13 +57,11 @@ class Style:
         needed = decimals_of(value)
         assert needed is not None
         places = max(needed, self.decimals) if self.padded else needed
-        digits = str(abs(value * 10**places)).rjust(places + 1, "0")
-        whole, fraction = digits[: len(digits) - places], digits[len(digits) - places :]
-        if whole == "0" and fraction and not self.leading_zero:
-            whole = ""
-        if self.commas and whole:
-            whole = f"{int(whole):,}"
-        return ("-" if value < 0 else "") + whole + ("." + fraction if fraction else "")
+        whole, rest = divmod(int(abs(value) * 10**places), 10**places)
+        written = f"{whole:,}" if self.commas else str(whole)
+        if not whole and places and not self.leading_zero:
+            written = ""
+        return ("-" if value < 0 else "") + written + (f".{rest:0{places}}" if places else "")
 
 
 @dataclass(frozen=True)
@@ -79,26 +72,18 @@ class Expression:
     numbers: tuple[str, ...]  # as written
     program: tuple[int | str, ...]  # postfix: the index of a number, or an operator; "~" is the unary minus
 
-    def value(self, numbers: Sequence[Exact]) -> Exact:
-        """The exact value with these numbers; ZeroDivisionError where it has none."""
-        return self.values(numbers)[-1]
-
     def values(self, numbers: Sequence[Exact]) -> list[Exact]:
-        """What every operation on the way gives, the value of the whole last."""
+        """The exact value of every operation, that of the whole last; ZeroDivisionError where one has none."""
         stack: list[Exact] = []
         found: list[Exact] = []
         for part in self.program:
             if isinstance(part, int):
                 stack.append(numbers[part])
                 continue
-            if part in "~%":
-                value = _UNARY[part](stack.pop())
-            else:
-                right, left = stack.pop(), stack.pop()
-                value = _BINARY[part](left, right)
-            value = whole_if_whole(value)
-            stack.append(value)
-            found.append(value)
+            right = stack.pop()
+            value = _UNARY[part](right) if part in _UNARY else _BINARY[part](stack.pop(), right)
+            stack.append(whole_if_whole(value))
+            found.append(stack[-1])
         return found or stack
 
     def roles(self) -> list[str]:
@@ -109,13 +94,11 @@ class Expression:
             if isinstance(part, int):
                 stack.append(part)
                 continue
-            right = stack.pop()
+            right, left = stack.pop(), None if part in _UNARY else stack.pop()
             if right is not None:
                 roles[right] = "//" if part == "/" else part
-            if part not in "~%":
-                left = stack.pop()
-                if left is not None:
-                    roles[left] = part
+            if left is not None:
+                roles[left] = part
             stack.append(None)
         return roles
 
@@ -132,88 +115,78 @@ def divide(left: Exact, right: Exact) -> Exact:
 
 _UNARY: dict[str, Callable[[Exact], Exact]] = {"~": lambda x: -x, "%": lambda x: divide(x, 100)}
 _BINARY: dict[str, Callable[[Exact, Exact], Exact]] = {
-    "+": lambda x, y: x + y,
-    "-": lambda x, y: x - y,
-    "*": lambda x, y: x * y,
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
     "/": divide,
-    "//": lambda x, y: x // y,
+    "//": operator.floordiv,
 }
 
 
 def parse(text: str) -> Expression:
     """The expression that `text` is; UserError with the reason where it is none."""
+    between, numbers, tokens = [""], list[str](), list[int | str]()
+    for match in _PARTS.finditer(text):
+        number, symbol, _, other = match.groups()
+        require(other is None, f"{other!r} is no part of an expression")
+        if number is not None:
+            tokens.append(len(numbers))
+            numbers.append(number)
+            between.append("")
+            continue
+        between[-1] += match.group()
+        if symbol is not None:
+            tokens.append(symbol)
+    parser = _Parser(tokens)
     try:
-        return _Parser(text).expression
+        parser.sum()
     except RecursionError:
         raise UserError("it is nested too deeply") from None
+    if parser.left:
+        extra = parser.left[-1]
+        raise UserError(f"{numbers[extra] if isinstance(extra, int) else extra!r} is one too many")
+    return Expression(tuple(between), tuple(numbers), tuple(parser.program))
 
 
 class _Parser:
-    """Recursive descent; `tokens` are numbers (their index) and operators, without the white space."""
+    """Recursive descent from `tokens`, numbers (their index) and operators, to a postfix program."""
 
-    def __init__(self, text: str) -> None:
-        between: list[str] = [""]
-        numbers: list[str] = []
-        tokens: list[int | str] = []
-        for match in _PARTS.finditer(text):
-            number, operator, _, other = match.groups()
-            if other is not None:
-                raise UserError(f"{other!r} is no part of an expression")
-            if number is not None:
-                tokens.append(len(numbers))
-                numbers.append(number)
-                between.append("")
-                continue
-            between[-1] += match.group()
-            if operator is not None:
-                tokens.append(operator)
-        self.tokens = tokens
-        self.at = 0
+    def __init__(self, tokens: Sequence[int | str]) -> None:
+        self.left = list(reversed(tokens))  # the next one last
         self.program: list[int | str] = []
-        self.sum()
-        if self.at < len(tokens):
-            extra = tokens[self.at]
-            raise UserError(f"{numbers[extra] if isinstance(extra, int) else extra!r} is one too many")
-        self.expression = Expression(tuple(between), tuple(numbers), tuple(self.program))
 
     def next_is(self, *operators: str) -> bool:
-        return self.at < len(self.tokens) and self.tokens[self.at] in operators
+        return bool(self.left) and self.left[-1] in operators
 
     def take(self) -> int | str:
-        if self.at == len(self.tokens):
-            raise UserError("it ends where a number is due")
-        self.at += 1
-        return self.tokens[self.at - 1]
+        require(bool(self.left), "it ends where a number is due")
+        return self.left.pop()
 
     def sum(self) -> None:
-        self.product()
-        while self.next_is("+", "-"):
-            operator = self.take()
-            self.product()
-            self.program.append(operator)
+        self.chain(self.product, "+", "-")
 
     def product(self) -> None:
-        self.factor()
-        while self.next_is("*", "/", "//"):
-            operator = self.take()
-            self.factor()
-            self.program.append(operator)
+        self.chain(self.factor, "*", "/", "//")
+
+    def chain(self, operand: Callable[[], None], *operators: str) -> None:
+        operand()
+        while self.next_is(*operators):
+            taken = self.take()
+            operand()
+            self.program.append(taken)
 
     def factor(self) -> None:
         token = self.take()
         if token in ("+", "-"):
             self.factor()
-            if token == "-":
-                self.program.append("~")
+            self.program += ["~"] if token == "-" else []
             return
         if token == "(":
             self.sum()
-            if not self.next_is(")"):
-                raise UserError("a bracket is not closed")
+            require(self.next_is(")"), "a bracket is not closed")
             self.take()
-        elif isinstance(token, int):
-            self.program.append(token)
         else:
-            raise UserError(f"{token!r} stands where a number is due")
+            require(isinstance(token, int), f"{token!r} stands where a number is due")
+            self.program.append(token)
         while self.next_is("%"):
             self.program.append(self.take())

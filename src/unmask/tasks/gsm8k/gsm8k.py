@@ -19,13 +19,13 @@ from torch import Tensor
 
 from unmask import files
 from unmask.display import say
-from unmask.errors import UserError
+from unmask.errors import require
 from unmask.models.importers.pretrained import find_source, load_tokenizer
 from unmask.models.importers.vocabulary import cut_tokenizer, vocabulary_of
 from unmask.tasks.cache import Ragged, alone_in, cache_folder, written_whole
 from unmask.tasks.gsm8k.byte_pairs import EOS, MARKS, SMALLEST, encode, train_tokenizer
-from unmask.tasks.gsm8k.held_out import HELD_OUT, SPLITS, leaked, make_splits
-from unmask.tasks.gsm8k.word_problems import FORMS, HUB, SCORINGS, answer_in, file_of, read_problems
+from unmask.tasks.gsm8k.held_out import HELD_OUT, SPLITS, make_splits
+from unmask.tasks.gsm8k.word_problems import FORMS, HUB, SCORINGS, answer_in, file_of, read_problems, without_numbers
 from unmask.tasks.task import LONGEST, Examples, Task, check_choice, check_range, check_split, prompt_kept
 
 # Raise it with every change of the code after which the same problems and options give other splits, texts or tokens.
@@ -82,11 +82,11 @@ class GSM8K(Task):
         check_choice(self, "answers", FORMS)
         check_choice(self, "held_out", HELD_OUT)
         check_choice(self, "scoring", SCORINGS)
-        if self.held_out.startswith("new-numbers") and (self.answers != "equations" or not self.resample):
-            raise UserError(
-                f"task {self.name}: {self.held_out} needs copies with new numbers: set held_out to new-templates or "
-                "test, or answers to equations and resample to at least 1"
-            )
+        require(
+            not self.held_out.startswith("new-numbers") or (self.answers == "equations" and self.resample > 0),
+            f"task {self.name}: {self.held_out} needs copies with new numbers: set held_out to new-templates or test, "
+            "or answers to equations and resample to at least 1",
+        )
 
     @cached_property
     def vocabulary(self) -> tuple[str, ...]:
@@ -114,22 +114,27 @@ class GSM8K(Task):
 
     @cached_property
     def _tokens(self) -> tuple[Tokenizer, dict[str, Pairs]]:
-        return load_tokens(self)
+        """The tokenizer and the tokens of all splits but the test file, from the cache or made now."""
+        hashed, root = fingerprint(self), cache_folder(self.cache, self.name)
+        found = _read(root / hashed, hashed)
+        if found is None:
+            with alone_in(root):  # another process may have made it in the meantime
+                found = _read(root / hashed, hashed) or _make(root / hashed, hashed, self)
+        return found
 
     @cached_property
     def _test_file(self) -> Pairs:
         problems = read_problems(self.folder, "test")
-        return Pairs(
-            encode(self.text_tokenizer, [problem.question for problem in problems]),
-            encode(self.text_tokenizer, [problem.written(self.answers) for problem in problems]),
-        )
+        return _encoded(self.text_tokenizer, [(one.question, one.written(self.answers)) for one in problems])
 
     def _pairs(self, split: str) -> Pairs:
         return self._test_file if split == "test" else self._tokens[1][split]
 
     def leaks(self) -> list[str]:
         """The training questions that, but for their numbers, are in the test file.  GSM8K has none; other data may."""
-        return leaked(read_problems(self.folder, "train"), read_problems(self.folder, "test"))
+        tested = {without_numbers(problem.question) for problem in read_problems(self.folder, "test")}
+        questions = [problem.question for problem in read_problems(self.folder, "train")]
+        return [question for question in questions if without_numbers(question) in tested]
 
     def _too_long(self, split: str, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
         """[rows] bool: the question or its answer has more tokens than there is room for."""
@@ -146,26 +151,22 @@ class GSM8K(Task):
                 f"prompt_length {self.prompt_length} or response_length {self._response_length} and left out",
                 err=True,
             )
-        if too_long.all():
-            raise UserError(f"task {self.name}: no training problem is short enough: set prompt_length higher")
+        require(not too_long.all(), f"task {self.name}: no training problem is short enough: set prompt_length higher")
         return np.flatnonzero(~too_long)
 
     def examples(self, ids: Tensor, split: str) -> Examples:
         check_split(split)
         source = "train" if split == "train" else self.held_out
         rows = self._trained if split == "train" else np.arange(self.test_examples)
-        if not len(rows):
-            raise UserError(f"task {self.name}: {source} is empty: give more problems, or another held_out")
+        require(len(rows) > 0, f"task {self.name}: {source} is empty: give more problems, or another held_out")
         chosen = rows[ids.numpy() % len(rows)]
         prompts, responses = self._pairs(source)
         answer = responses.first(chosen, self._response_length, _EOS)
         answer[self._too_long(source, chosen)] = _EOS
         tokens = np.concatenate([prompts.last(chosen, self.prompt_length, _EOS), answer], axis=1)
-        place = torch.arange(self.length)
-        response = (place >= self.prompt_length).expand(len(ids), -1)
-        kept = torch.from_numpy(np.minimum(prompts.lengths(chosen), self.prompt_length))
-        attention_mask = place >= self.prompt_length - kept[:, None]
-        return Examples(torch.from_numpy(tokens), response.clone(), attention_mask)
+        place, prompt_lengths = torch.arange(self.length), torch.from_numpy(prompts.lengths(chosen))
+        response = (place >= self.prompt_length).repeat(len(ids), 1)
+        return Examples(torch.from_numpy(tokens), response, place >= self.prompt_length - prompt_lengths[:, None])
 
     def answer_text(self, tokens: Tensor) -> str:
         """The text of one response, up to its first EOS; tokens [L] or [response_length]."""
@@ -187,16 +188,6 @@ class GSM8K(Task):
         return right
 
 
-def load_tokens(task: GSM8K) -> tuple[Tokenizer, dict[str, Pairs]]:
-    """The tokenizer and the tokens of all splits but the test file, from the cache or made now."""
-    hashed, root = fingerprint(task), cache_folder(task.cache, task.name)
-    found = _read(root / hashed, hashed)
-    if found is None:
-        with alone_in(root):
-            found = _read(root / hashed, hashed) or _make(root / hashed, hashed, task)
-    return found
-
-
 def fingerprint(task: GSM8K) -> str:
     """Sixteen hex digits that name what the tokens are made from."""
     path = file_of(task.folder, "train")
@@ -211,12 +202,16 @@ def fingerprint(task: GSM8K) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
+def _encoded(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> Pairs:
+    return Pairs(*(encode(tokenizer, [pair[part] for pair in pairs]) for part in (0, 1)))
+
+
 def _make(folder: Path, hashed: str, task: GSM8K) -> tuple[Tokenizer, dict[str, Pairs]]:
     """Make the tokens and write them into the cache."""
     say(f"task {task.name}: problems and tokens are made once and kept in {folder.parent}", err=True)
     made = make_splits(read_problems(task.folder, "train"), task.answers, task.resample, task.seed)
-    if not made.pairs["train"]:
-        raise UserError(f"task {task.name}: no training problem is left ({made.left_out}): give more of them")
+    left = bool(made.pairs["train"])
+    require(left, f"task {task.name}: no training problem is left ({made.left_out}): give more of them")
     if task.tokenizer:
         whole, eos = load_tokenizer(task.tokenizer)
         tokenizer = cut_tokenizer(whole, [text for pair in made.pairs["train"] for text in pair], [eos])
@@ -224,10 +219,7 @@ def _make(folder: Path, hashed: str, task: GSM8K) -> tuple[Tokenizer, dict[str, 
         # The copies have the words of the problems that they are copies of, and digits are single: they add nothing.
         originals = made.pairs["train"][: made.as_they_came]
         tokenizer = train_tokenizer([text for pair in originals for text in pair], task.vocab_size)
-    splits = {
-        split: Pairs(*(encode(tokenizer, [pair[part] for pair in made.pairs[split]]) for part in (0, 1)))
-        for split in SPLITS
-    }
+    splits = {split: _encoded(tokenizer, made.pairs[split]) for split in SPLITS}
     with written_whole(folder, *CACHE_FILES) as partial:
         tokenizer.save(str(partial / "tokenizer.json"))
         arrays = {

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
@@ -30,7 +31,7 @@ NEW_NUMBERS = 6000  # copies, and at most every fifth
 NEW_NUMBERS_DEV = 1000  # copies, and at most every twentieth
 ATTEMPTS = 16  # draws for each copy that is asked for: a template that rarely gives sane numbers has fewer copies
 
-_TEMPLATES, _COPIES = 4, 5  # the words after DATA: which templates, and which copies, are held out
+_TEMPLATES, _COPIES = 4, 5  # the words after DATA: which templates and which copies are held out
 
 Pair = tuple[str, str]  # a question and its answer
 
@@ -45,12 +46,6 @@ class Splits:
     left_out: str  # one line: what of the training file is not used, and why
 
 
-def leaked(train: Sequence[Problem], test: Sequence[Problem]) -> list[str]:
-    """The questions of train that, but for their numbers, are in test: there should be none."""
-    forbidden = {without_numbers(problem.question) for problem in test}
-    return [problem.question for problem in train if without_numbers(problem.question) in forbidden]
-
-
 def make_splits(train: Sequence[Problem], form: str, copies: int, seed: int) -> Splits:
     """The splits with `copies` of every template, fewer where its numbers leave less choice.
 
@@ -59,7 +54,9 @@ def make_splits(train: Sequence[Problem], form: str, copies: int, seed: int) -> 
     texts = [without_numbers(problem.question) for problem in train]
     traced = enumerate(watched(train, "tracing numbers"))
     templates = {i: found for i, problem in traced if (found := template_of(problem)) is not None}
-    new_texts = _new_templates(sorted({texts[i] for i in templates}), seed)
+    distinct = sorted({texts[i] for i in templates})
+    held_out = _shuffled(len(distinct), seed, _TEMPLATES)[: round(NEW_TEMPLATES * len(distinct))]
+    new_texts = {distinct[i] for i in held_out}
     seen: set[str] = set()
     pairs: dict[str, list[Pair]] = {split: [] for split in SPLITS}
     left_out = {"without equations": 0, "twice": 0}
@@ -79,16 +76,19 @@ def make_splits(train: Sequence[Problem], form: str, copies: int, seed: int) -> 
         drawn = {i: _copies(templates[i], i, copies, seed, seen) for i in watched(trained_first, "new numbers")}
         pairs["new-templates"] += _in_turn([drawn[i] for i in drawn if texts[i] in new_texts])
         old = _in_turn([drawn[i] for i in drawn if texts[i] not in new_texts])
-        pairs["new-numbers-dev"], pairs["new-numbers"], rest = _held_out_copies(old, seed)
-        pairs["train"] += rest
+        order = _shuffled(len(old), seed, _COPIES)
+        first = min(NEW_NUMBERS_DEV, len(old) // 20)
+        second = first + min(NEW_NUMBERS, len(old) // 5)
+        pairs["new-numbers-dev"] = [old[i] for i in order[:first]]
+        pairs["new-numbers"] = [old[i] for i in order[first:second]]
+        pairs["train"] += [old[i] for i in sorted(order[second:])]
     reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
     return Splits(pairs, as_they_came, len(templates), reasons)
 
 
-def _new_templates(texts: list[str], seed: int) -> set[str]:
-    """The texts that are held out: those with the least draws."""
-    draws = uniforms(seed, Purpose.DATA, _TEMPLATES, torch.arange(len(texts)), dtype=torch.float64)
-    return {texts[i] for i in draws.argsort()[: round(NEW_TEMPLATES * len(texts))].tolist()}
+def _shuffled(count: int, seed: int, word: int) -> list[int]:
+    draws = uniforms(seed, Purpose.DATA, word, torch.arange(count), dtype=torch.float64)
+    return draws.argsort().tolist()
 
 
 def _copies(template: Template, name: int, copies: int, seed: int, seen: set[str]) -> list[Pair]:
@@ -106,15 +106,4 @@ def _copies(template: Template, name: int, copies: int, seed: int, seen: set[str
 
 def _in_turn(copies: list[list[Pair]]) -> list[Pair]:
     """The first copy of every template, then the second ones, and so on: a beginning is as varied as it can be."""
-    most = max(map(len, copies), default=0)
-    return [pairs[k] for k in range(most) for pairs in copies if k < len(pairs)]
-
-
-def _held_out_copies(copies: list[Pair], seed: int) -> tuple[list[Pair], list[Pair], list[Pair]]:
-    """The copies for new-numbers-dev and for new-numbers, in random order, and the rest as it was."""
-    draws = uniforms(seed, Purpose.DATA, _COPIES, torch.arange(len(copies)), dtype=torch.float64)
-    order = draws.argsort().tolist()
-    first = min(NEW_NUMBERS_DEV, len(copies) // 20)
-    second = first + min(NEW_NUMBERS, len(copies) // 5)
-    rest = sorted(order[second:])
-    return [copies[i] for i in order[:first]], [copies[i] for i in order[first:second]], [copies[i] for i in rest]
+    return [pair for turn in zip_longest(*copies) for pair in turn if pair is not None]

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -36,7 +36,7 @@ import torch
 
 from unmask.rng import Purpose, uniforms
 from unmask.tasks.gsm8k.arithmetic import NUMBER, Exact, Expression, Style, decimals_of, divide, exact
-from unmask.tasks.gsm8k.word_problems import Problem, equations_text
+from unmask.tasks.gsm8k.word_problems import Problem, answer_in, equations_text
 
 # Words that may be where a constant comes from, by its value.
 _WORDS: dict[Exact, str] = {
@@ -85,7 +85,9 @@ _COUNT_WORDS = (
     "six", "seven", "eight", "nine", "ten", "eleven", "twelve|dozen", "thirteen", "fourteen", "fifteen", "sixteen",
     "seventeen", "eighteen", "nineteen", "twenty",
 )  # fmt: skip
-_COUNTS = {value: re.compile(rf"(?<!\w)(?:{word})(?!\w)", flags=re.I) for value, word in enumerate(_COUNT_WORDS)}
+_COUNTS: dict[Exact, re.Pattern[str]] = {
+    value: re.compile(rf"(?<!\w)(?:{word})(?!\w)", flags=re.I) for value, word in enumerate(_COUNT_WORDS)
+}
 
 _ORDINAL_OR_TIME = re.compile(r"(?:st|nd|rd|th)\b|\s?[ap]\.?m\b|:\d|/\d|°", flags=re.I)
 _PERCENT = re.compile(r"\s?%|[\s-]percent", flags=re.I)
@@ -127,8 +129,8 @@ class Template:
 
     def write(self, values: Sequence[Exact]) -> tuple[str, str] | None:
         """The question and its `equations` answer with these values of all numbers; None where it is not sane."""
-        results = self._results(values)
-        if results is None:
+        evaluated = self._evaluated(values)
+        if evaluated is None:
             return None
         question, at = "", 0
         for number, value in zip(self.numbers, values, strict=True):
@@ -137,18 +139,22 @@ class Template:
             question += self.question[at : number.start] + written
             at = number.end
         equations = []
-        for equation, result in zip(self.equations, results, strict=True):
-            operands = map(Style.write, equation.styles, _operands(equation, values, results))
-            equations.append(f"{equation.expression.write(list(operands))}={equation.result_style.write(result)}")
-        final = self.answer_style.write(results[self.answer])
+        for equation, (operands, result) in zip(self.equations, evaluated, strict=True):
+            left = equation.expression.write(list(map(Style.write, equation.styles, operands)))
+            equations.append(f"{left}={equation.result_style.write(result)}")
+        final = self.answer_style.write(evaluated[self.answer][1])
         return question + self.question[at:], equations_text(equations, final)
 
-    def _results(self, values: Sequence[Exact]) -> list[Exact] | None:
-        """The result of every equation, or None where one is not sane."""
-        results: list[Exact] = []
+    def _evaluated(self, values: Sequence[Exact]) -> list[tuple[list[Exact], Exact]] | None:
+        """The operands and the result of every equation, or None where one is not sane."""
+        found: list[tuple[list[Exact], Exact]] = []
         for equation in self.equations:
+            operands = [
+                constant if source is None else values[source] if source >= 0 else found[-1 - source][1]
+                for source, constant in zip(equation.sources, equation.constants, strict=True)
+            ]
             try:
-                steps = equation.expression.values(_operands(equation, values, results))
+                steps = equation.expression.values(operands)
             except ZeroDivisionError:
                 return None
             result, before = steps[-1], equation.result
@@ -158,8 +164,8 @@ class Template:
                 decimals = decimals_of(result)
                 if decimals is None or decimals > (decimals_of(before) or 0):
                     return None
-            results.append(result)
-        return results
+            found.append((operands, result))
+        return found
 
     def draws(self, seed: int, name: int, attempts: int) -> Iterator[tuple[str, str]]:
         """Sane problems with new numbers, each a pure function of (seed, name, attempt); they may repeat."""
@@ -180,13 +186,6 @@ class Template:
 
 _AT_ONCE = 128  # attempts per call of `uniforms`
 _RESAMPLING = 3  # the word after DATA; 0, 1 and 2 are those of the puzzles
-
-
-def _operands(equation: Traced, values: Sequence[Exact], results: Sequence[Exact]) -> list[Exact]:
-    return [
-        constant if source is None else values[source] if source >= 0 else results[-1 - source]
-        for source, constant in zip(equation.sources, equation.constants, strict=True)
-    ]
 
 
 def _choices(equal: Sequence[Number]) -> tuple[int, int, int, int]:
@@ -232,16 +231,10 @@ def template_of(problem: Problem) -> Template | None:
     if not problem.equations:
         return None
     trace = _Trace(problem.question)
-    for equation in problem.equations:
-        if not trace.add(equation.expression, equation.result):
-            return None
-    try:
-        final = exact(problem.final.removeprefix("$"))
-    except ValueError:  # a negative answer
+    if not all(trace.add(equation.expression, equation.result) for equation in problem.equations) or trace.lost:
         return None
+    final = answer_in(problem.solution, "strict")
     answers = [j for j, equation in enumerate(trace.equations) if equation.result == final]
-    if trace.lost:
-        return None
     trace.freeze_numbers_of_terms()
     used = {source for equation in trace.equations for source in equation.sources if source is not None}
     free = tuple(
@@ -276,7 +269,7 @@ class _Trace:
         """Trace one equation; False where it cannot be recomputed."""
         operands = tuple(exact(number) for number in expression.numbers)
         styles = tuple(Style.of(number) for number in expression.numbers)
-        if not NUMBER.fullmatch(result) or expression.value(operands) != exact(result):
+        if not NUMBER.fullmatch(result) or expression.values(operands)[-1] != exact(result):
             return False  # a negative or a rounded result
         roles = expression.roles()
         sources = tuple(self._source(value, role) for value, role in zip(operands, roles, strict=True))
@@ -307,17 +300,14 @@ class _Trace:
     def _source(self, value: Exact, role: str) -> int | None:
         """Where an operand of this value comes from, with whatever is ambiguous about it frozen."""
         numbers = self.equals.get(value, ())[:1]  # the first stands for all
-        results = {
-            self.meaning[j]: j for j in reversed(range(len(self.equations))) if self.equations[j].result == value
-        }
-        word = _WORD_PATTERNS.get(value)
-        spoken = word is not None and word.search(self.question) is not None
+        backwards = reversed(range(len(self.equations)))  # so that the first of equal meaning stands for all
+        results = {self.meaning[j]: j for j in backwards if self.equations[j].result == value}
+        spoken = self._spoken(_WORD_PATTERNS, value)
         if numbers:
             results.pop(f"q{numbers[0]}", None)  # an equation such as 4=4 only repeats the number
         if not numbers and not results:
             if role in ("+", "-"):
-                counted = _COUNTS.get(int(value)) if value == int(value) else None
-                spoken = counted is not None and counted.search(self.question) is not None
+                spoken = self._spoken(_COUNTS, value)
             spoken = spoken or value == 1 or (value == 2 and role not in ("+", "-"))
             known = spoken or (value <= 12 and role not in ("+", "-"))  # the sides of a square, the legs of a spider
             self.lost |= not (self._freeze_for_constant(value, spoken) or known)
@@ -329,6 +319,10 @@ class _Trace:
             self.frozen |= self.comes_from[j]
         return None
 
+    def _spoken(self, patterns: Mapping[Exact, re.Pattern[str]], value: Exact) -> bool:
+        """Whether a word of the question stands for the value."""
+        return value in patterns and patterns[value].search(self.question) is not None
+
     def _freeze_for_constant(self, value: Exact, spoken: bool) -> bool:
         """Freeze the numbers that a constant may have been computed from without an annotation.
 
@@ -336,11 +330,8 @@ class _Trace:
         every earlier result and every pair of numbers that gives it is frozen.  Returns whether there is any.
         """
         numbers = [(i, Fraction(number.value)) for i, number in enumerate(self.numbers) if number.value]
-        percents = {
-            i
-            for i, x in numbers
-            if self.numbers[i].percent and value in (x / 100, 1 - x / 100, 1 + x / 100, 100 - x, 100 + x)
-        }
+        of_percent = [(i, x) for i, x in numbers if self.numbers[i].percent]
+        percents = {i for i, x in of_percent if value in (x / 100, 1 - x / 100, 1 + x / 100, 100 - x, 100 + x)}
         self.frozen |= percents
         if percents or spoken:
             return bool(percents)

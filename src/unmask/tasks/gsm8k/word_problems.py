@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from unmask.errors import UserError
+from unmask.errors import UserError, prefixed, require
 from unmask.jsonl import parse_json
 from unmask.tasks.gsm8k.arithmetic import NUMBER, Exact, Expression, exact, parse
 
@@ -42,32 +42,15 @@ class Equation:
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem; `where` is the file and line that it came from."""
+    """A question, and its solution as it stands in the file."""
 
     question: str
     solution: str
-    where: str = ""
 
     @cached_property
     def equations(self) -> tuple[Equation, ...]:
         """The annotations; UserError where one does not evaluate."""
-        return tuple(self._equation(text) for text in _ANNOTATION.findall(self.solution))
-
-    def _equation(self, text: str) -> Equation:
-        left, equals, right = text.rpartition("=")
-        wrong = f"{self.where}: the equation <<{_shown(text)}>> does not evaluate"
-        if not equals:
-            raise UserError(f"{wrong}: it has no '='; mend the line")
-        try:
-            expression = parse(left)
-            expression.value([exact(number) for number in expression.numbers])
-            result = right.strip()
-            parse(result)
-        except ValueError as error:
-            raise UserError(f"{wrong}: {error}; mend the line") from None
-        except ZeroDivisionError:
-            raise UserError(f"{wrong}: it divides by zero; mend the line") from None
-        return Equation(expression, result)
+        return tuple(_equation(text) for text in _ANNOTATION.findall(self.solution))
 
     @property
     def final(self) -> str:
@@ -81,6 +64,19 @@ class Problem:
         if form == "solution":
             return self.solution
         return equations_text([str(equation) for equation in self.equations], self.final)
+
+
+def _equation(text: str) -> Equation:
+    left, equals, right = text.rpartition("=")
+    try:
+        require(bool(equals), "it has no '='")
+        expression, result = parse(left), right.strip()
+        expression.values([exact(number) for number in expression.numbers])
+        parse(result)
+    except (ValueError, ZeroDivisionError) as error:
+        reason = "it divides by zero" if isinstance(error, ZeroDivisionError) else error
+        raise UserError(f"the equation <<{_shown(text)}>> does not evaluate: {reason}; mend the line") from None
+    return Equation(expression, result)
 
 
 def equations_text(equations: list[str], final: str) -> str:
@@ -128,9 +124,8 @@ def file_of(source: str, split: str) -> Path | None:
     """The file that a split is read from; None where it is the hub."""
     folder = Path(source).expanduser()
     if not folder.is_dir():
-        if source == HUB:
-            return None
-        raise UserError(f"no folder {source!r}: give one with train.jsonl and test.jsonl, or the hub id {HUB}")
+        require(source == HUB, f"no folder {source!r}: give one with train.jsonl and test.jsonl, or the hub id {HUB}")
+        return None
     for path in (folder / f"{split}.jsonl", folder / f"{split}.txt"):
         if path.is_file():
             return path
@@ -143,38 +138,34 @@ def _from_file(path: Path) -> list[Problem]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                where = f"{path}, line {number}"
-                question, solution = read(line, where)
-                problems.append(_checked(question, solution, where))
-    if not problems:
-        raise UserError(f"{path} is empty: put GSM8K's or GSM8K-Aug's problems there, one per line")
+                with prefixed(f"{path}, line {number}"):
+                    problems.append(_checked(*read(line)))
+    require(bool(problems), f"{path} is empty: put GSM8K's or GSM8K-Aug's problems there, one per line")
     return problems
 
 
-def _json_line(line: str, where: str) -> tuple[str, str]:
+def _json_line(line: str) -> tuple[str, str]:
+    expected = 'write {"question": ..., "answer": ...}'
     try:
         row = parse_json(line)
-    except ValueError:
-        raise UserError(f'{where}: not JSON; write {{"question": ..., "answer": ...}}') from None
+    except UserError:
+        raise UserError(f"not JSON; {expected}") from None
     for field in ("question", "answer"):
-        if not isinstance(row, dict) or not isinstance(row.get(field), str):
-            raise UserError(f'{where}: no text under "{field}"; write {{"question": ..., "answer": ...}}')
+        is_text = isinstance(row, dict) and isinstance(row.get(field), str)
+        require(is_text, f'no text under "{field}"; {expected}')
     return row["question"], row["answer"]
 
 
-def _text_line(line: str, where: str) -> tuple[str, str]:
+def _text_line(line: str) -> tuple[str, str]:
     question, bars, answer = line.partition("||")
-    if not bars:
-        raise UserError(f"{where}: no '||'; write question||steps #### answer")
-    return question, answer.strip()
+    require(bool(bars), "no '||'; write question||steps #### answer")
+    return question, answer
 
 
-def _checked(question: str, solution: str, where: str) -> Problem:
-    if not question.strip():
-        raise UserError(f"{where}: the question is empty")
-    if not _FINAL.search(solution):
-        raise UserError(f"{where}: the answer has no '#### number' at its end")
-    problem = Problem(question.strip(), solution.strip(), where)
+def _checked(question: str, solution: str) -> Problem:
+    require(bool(question.strip()), "the question is empty")
+    require(_FINAL.search(solution) is not None, "the answer has no '#### number' at its end")
+    problem = Problem(question.strip(), solution.strip())
     _ = problem.equations  # they are checked now, not when they are needed
     return problem
 
@@ -194,10 +185,11 @@ def _from_hub(split: str) -> list[Problem]:
         raise UserError(f"{HUB} cannot be loaded ({_shown(str(error))}): {instead}") from None
     finally:
         attempts.setLevel(level)
-    return [
-        _checked(row["question"], row["answer"], f"{HUB}, {split}, row {number}")
-        for number, row in enumerate(rows, start=1)
-    ]
+    problems = []
+    for number, row in enumerate(rows, start=1):
+        with prefixed(f"{HUB}, {split}, row {number}"):
+            problems.append(_checked(row["question"], row["answer"]))
+    return problems
 
 
 def _shown(text: str) -> str:

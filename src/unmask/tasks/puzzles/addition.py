@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unmask.tasks.puzzles.puzzle import Puzzle, without_prompt
+from unmask.tasks.puzzles.puzzle import Puzzle, unpadded
 from unmask.tasks.task import Examples, check_choice, check_range, prompt_kept
 
 
@@ -53,22 +53,17 @@ class Addition(Puzzle):
 
     def _with_sum(self, terms: Tensor) -> Tensor:
         """The digits a b [B, 2 * digits] followed by those of their sum: [B, L]."""
-        carry = torch.zeros_like(terms[:, 0])
-        total = []  # least significant first
+        carry, total = torch.zeros_like(terms[:, 0]), []  # least significant first
         for j in reversed(range(self.digits)):
             column = terms[:, j] + terms[:, self.digits + j] + carry
             total.append(column % 10)
             carry = column // 10
-        total.append(carry)
-        return torch.cat([terms, torch.stack(total[::-1], dim=-1)], dim=-1)
+        return torch.cat([terms, torch.stack([carry, *total[::-1]], dim=-1)], dim=-1)
 
     def examples(self, ids: Tensor, split: str) -> Examples:
         terms = (self.example_uniforms(split, ids, 2 * self.digits) * 10).long()
-        everything = without_prompt(self._with_sum(terms))
-        if self.ask == "all":
-            return everything
-        in_sum = torch.arange(self.length) >= 2 * self.digits
-        return Examples(everything.tokens, everything.response & in_sum, everything.attention_mask)
+        response = torch.arange(self.length) >= (0 if self.ask == "all" else 2 * self.digits)
+        return unpadded(self._with_sum(terms), response.repeat(len(ids), 1))
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
         # Clamped, a token outside the vocabulary (a mask) differs from the digit it is read as: never right.

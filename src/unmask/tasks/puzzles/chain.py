@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from unmask.tasks.puzzles.puzzle import LETTERS, Puzzle, without_prompt
+from unmask.tasks.puzzles.puzzle import LETTERS, Puzzle, unpadded
 from unmask.tasks.task import LONGEST, Examples, check_range
 
 
@@ -82,7 +82,7 @@ class Chain(Puzzle):
         for n in range(1, self.length):
             branch = (u[:, n, None] >= thresholds[tokens[-1]]).sum(-1)
             tokens.append(self._successors[tokens[-1], branch])
-        return without_prompt(torch.stack(tokens, dim=-1))
+        return unpadded(torch.stack(tokens, dim=-1))
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
         return self.log_likelihood(tokens, examples).isfinite()

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from unmask.tasks.puzzles.puzzle import LETTERS, Puzzle, without_prompt
+from unmask.tasks.puzzles.puzzle import LETTERS, Puzzle, unpadded
 from unmask.tasks.task import Examples, check_range
 
 
@@ -67,8 +67,7 @@ class Groups(Puzzle):
         return self._shown[torch.arange(self.length), symbols[:, self._group_of]]
 
     def examples(self, ids: Tensor, split: str) -> Examples:
-        symbols = (self.example_uniforms(split, ids, self.groups) * self.symbols).long()  # [B, groups]
-        return without_prompt(self._show(symbols))
+        return unpadded(self._show((self.example_uniforms(split, ids, self.groups) * self.symbols).long()))
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
         # Read each group's symbol from its first member and show it again.  A token outside the vocabulary (a mask) is

@@ -10,7 +10,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from unmask.tasks.puzzles.puzzle import Puzzle
+from unmask.tasks.puzzles.puzzle import Puzzle, unpadded
 from unmask.tasks.task import Examples, check_range, prompt_kept
 
 _SIDE = 4
@@ -60,11 +60,10 @@ class LatinSquare(Puzzle):
         u = self.example_uniforms(split, ids, 1 + _CELLS)
         tokens = latin_squares()[(u[:, 0] * len(latin_squares())).long()]
         is_clue = u[:, 1:].argsort(dim=-1) < self.clues  # a random permutation of 0..15 in each row: `clues` of them
-        return Examples(tokens, response=~is_clue, attention_mask=torch.ones_like(is_clue))
+        return unpadded(tokens, ~is_clue)
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
-        everywhere = torch.ones_like(tokens, dtype=torch.bool)
-        return _agreeing(tokens, everywhere).any(-1) & prompt_kept(tokens, examples)
+        return _agreeing(tokens, examples.attention_mask).any(-1) & prompt_kept(tokens, examples)
 
     def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor:
         count = _agreeing(examples.tokens, ~examples.response).sum(-1)  # [B]

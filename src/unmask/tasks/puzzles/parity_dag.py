@@ -11,8 +11,8 @@ from operator import xor
 import torch
 from torch import Tensor
 
-from unmask.errors import UserError
-from unmask.tasks.puzzles.puzzle import Puzzle, without_prompt
+from unmask.errors import require
+from unmask.tasks.puzzles.puzzle import Puzzle, unpadded
 from unmask.tasks.task import Examples, check_range
 
 _MOST_PARENT_SETS = 20_000  # all of them are listed
@@ -41,10 +41,8 @@ class ParityDag(Puzzle):
         check_range(self, "levels", 2, 256)
         check_range(self, "width", 2, 256)
         check_range(self, "parents", 1, self.width)
-        if math.comb(self.width, self.parents) > _MOST_PARENT_SETS:
-            raise UserError(
-                f"task {self.name}: set width or parents lower, {self.width} and {self.parents} is too much"
-            )
+        few = math.comb(self.width, self.parents) <= _MOST_PARENT_SETS
+        require(few, f"task {self.name}: set width or parents lower, {self.width} and {self.parents} is too much")
 
     @property
     def length(self) -> int:
@@ -95,7 +93,7 @@ class ParityDag(Puzzle):
 
     def examples(self, ids: Tensor, split: str) -> Examples:
         bits = (self.example_uniforms(split, ids, self.width) * 2).long()
-        return without_prompt(self._from_level_0(bits)[:, self._positions.argsort()])
+        return unpadded(self._from_level_0(bits)[:, self._positions.argsort()])
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
         levels = tokens[:, self._positions]

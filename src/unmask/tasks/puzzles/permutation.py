@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unmask.tasks.puzzles.puzzle import LETTERS, Puzzle, without_prompt
+from unmask.tasks.puzzles.puzzle import LETTERS, Puzzle, unpadded
 from unmask.tasks.task import Examples, check_range
 
 
@@ -40,7 +40,7 @@ class Permutation(Puzzle):
         return math.log(math.factorial(self.length))
 
     def examples(self, ids: Tensor, split: str) -> Examples:
-        return without_prompt(self.example_uniforms(split, ids, self.length).argsort(dim=-1))
+        return unpadded(self.example_uniforms(split, ids, self.length).argsort(dim=-1))
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
         return (tokens.sort(dim=-1).values == torch.arange(self.length)).all(-1)

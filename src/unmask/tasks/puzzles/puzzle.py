@@ -18,8 +18,7 @@ from unmask.tasks.task import Examples, Task, check_split
 
 LETTERS = tuple(string.ascii_lowercase)  # the vocabulary of puzzles whose symbols mean nothing
 
-_STRUCTURE = 0
-_SPLITS = {"train": 1, "test": 2}
+_WORDS = {"structure": 0, "train": 1, "test": 2}
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,12 @@ class Puzzle(Task):
     def structure_uniforms(self, part: int, *shape: int) -> Tensor:
         """Uniforms that fix a hidden part of the puzzle; an argsort makes them random permutations."""
         count = torch.arange(torch.Size(shape).numel())
-        return uniforms(self.seed, Purpose.DATA, _STRUCTURE, part, count, dtype=torch.float64).view(shape)
+        return uniforms(self.seed, Purpose.DATA, _WORDS["structure"], part, count, dtype=torch.float64).view(shape)
 
     def example_uniforms(self, split: str, ids: Tensor, count: int) -> Tensor:
         """[B, count]: the uniforms of each example, a function of (seed, split, id) alone."""
         check_split(split)
-        return uniforms(self.seed, Purpose.DATA, _SPLITS[split], ids[:, None], torch.arange(count), dtype=torch.float64)
+        return uniforms(self.seed, Purpose.DATA, _WORDS[split], ids[:, None], torch.arange(count), dtype=torch.float64)
 
     def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor:
         """log p = -H = -log(number of right answers) for a right answer, -inf for a wrong one."""
@@ -44,7 +43,7 @@ class Puzzle(Task):
         return torch.where(self.valid(tokens, examples), -torch.tensor(self.entropy, dtype=torch.float64), -torch.inf)
 
 
-def without_prompt(tokens: Tensor) -> Examples:
-    """Examples in which every position is generated."""
+def unpadded(tokens: Tensor, response: Tensor | None = None) -> Examples:
+    """Examples without padding, in which every position is generated unless `response` [B, L] says which are."""
     everywhere = torch.ones_like(tokens, dtype=torch.bool)
-    return Examples(tokens, response=everywhere, attention_mask=everywhere.clone())
+    return Examples(tokens, everywhere.clone() if response is None else response, attention_mask=everywhere)

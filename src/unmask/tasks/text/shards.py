@@ -13,10 +13,10 @@ The hashes of the texts and of the caches are kept in hashes.json, so that a ter
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from unmask import files
 from unmask.errors import UserError
 from unmask.jsonl import parse_json
 from unmask.rng import Purpose, uniforms
-from unmask.tasks.cache import Ragged, written_whole
+from unmask.tasks.cache import Ragged, alone_in, written_whole
 
 FORMAT_VERSION = 1
 CACHE_FILES = ("tokens.bin", "offsets.bin", "cache.json")
@@ -65,55 +65,51 @@ def _text(raw: bytes, path: Path, line: int, field: str) -> str:
     return found
 
 
-def fingerprint(hashes: Iterable[str], shards: Sequence[Path], *settings: object) -> str:
-    """A hash of the bytes of the shards, given by their hashes, and of everything else that the tokens depend on."""
-    kinds = [path.suffix == ".jsonl" for path in shards]  # what a line means
-    facts = [FORMAT_VERSION, list(hashes), kinds, *settings]
-    return hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def read_hashes(path: Path) -> dict[str, str]:
-    """What `hash_shards` found before; nothing where it cannot be read."""
-    try:
-        found = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def hash_shards(shards: Sequence[Path], known: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """The SHA-256 of every shard, from `known` where the file was not touched since; and all that may be known now.
+class Hashes:
+    """The SHA-256 of files; those of files that were not touched since are kept in `path`.
 
     Whatever changes a file changes its ctime, which cannot be set.  Changes within a tick of the clock may share one,
     so a file that has only just been changed is hashed again next time.
     """
-    hashes, known = [], dict(known)
-    for path in shards:
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.known = self._stored()
+
+    def of(self, path: Path) -> str:
         status, settled = path.stat(), time.time_ns() - 2 * 10**9
         key = f"{path.absolute()} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
-        if key not in known:
-            hashes.append(files.fingerprint(path)["sha256"])
-            if status.st_ctime_ns < settled and path.stat().st_ctime_ns == status.st_ctime_ns:
-                known[key] = hashes[-1]
-        else:
-            hashes.append(str(known[key]))
-    return hashes, known
+        if key in self.known:
+            return str(self.known[key])
+        found: str = files.fingerprint(path)["sha256"]
+        if status.st_ctime_ns < settled and path.stat().st_ctime_ns == status.st_ctime_ns:
+            self.known[key] = found
+        return found
+
+    def save(self) -> None:
+        """Add what is known to what other processes have saved; a folder that cannot be written stays as it is."""
+        if self.known != self._stored():
+            with suppress(OSError, UserError), alone_in(self.path.parent):
+                files.write_text(self.path, json.dumps(self._stored() | self.known, indent=0))
+
+    def _stored(self) -> dict[str, str]:
+        try:
+            found = parse_json(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
 
-def read_cache(folder: Path, known: dict[str, str] | None = None) -> tuple[Ragged, dict[str, str]] | None:
-    """The sequences that `write_cache` wrote, mapped, or None where they are not there or not whole.
-
-    known: the hashes of files that were not changed since; both are as `hash_shards` takes and returns them.
-    """
+def read_cache(folder: Path, hash_of: Callable[[Path], str]) -> Ragged | None:
+    """The sequences that `write_cache` wrote, mapped, or None where they are not there or not whole."""
     try:
         listed = files.read_manifest(folder)["files"]
-        hashes, known = hash_shards([folder / name for name in CACHE_FILES], known or {})
-        if hashes != [listed[name]["sha256"] for name in CACHE_FILES]:
+        if any(hash_of(folder / name) != listed[name]["sha256"] for name in CACHE_FILES):
             return None
         dtype = parse_json((folder / "cache.json").read_text(encoding="utf-8"))["dtype"]
         path = folder / "tokens.bin"  # an empty file cannot be mapped
         tokens = np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
-        return Ragged(tokens, np.memmap(folder / "offsets.bin", np.int64, "r")), known
+        return Ragged(tokens, np.memmap(folder / "offsets.bin", np.int64, "r"))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -149,21 +145,17 @@ class Visits:
         self._windows = lru_cache(2)(self._draw_windows)
         self._inside = lru_cache(2)(self._draw_inside)
 
-    def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Epoch and row of each position."""
-        epoch, place = positions // self.rows, positions % self.rows
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """The row of each position."""
+        epochs, places = positions // self.rows, positions % self.rows
         rows = np.empty_like(positions)
-        for one in np.unique(epoch):
-            order, starts = self._windows(int(one))
-            here = epoch == one
-            which = np.searchsorted(starts, place[here], side="right") - 1
-            found = np.empty(which.shape, dtype=positions.dtype)
-            for number in np.unique(which):
-                inside = self._inside(int(one), int(order[number]), int(starts[number]))
-                at = which == number
-                found[at] = inside[place[here][at] - starts[number]]
-            rows[here] = found
-        return epoch, rows
+        for epoch in np.unique(epochs).tolist():
+            order, starts = self._windows(epoch)
+            windows = np.where(epochs == epoch, np.searchsorted(starts, places, side="right") - 1, -1)
+            for number in np.unique(windows[epochs == epoch]).tolist():
+                here, start = windows == number, int(starts[number])
+                rows[here] = self._inside(epoch, int(order[number]), start)[places[here] - start]
+        return rows
 
     def _draw_windows(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The windows in the order of this epoch, and the place at which each begins: the last one may be short."""

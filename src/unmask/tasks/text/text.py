@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from unmask.errors import UserError
-from unmask.files import write_text
+from unmask.errors import UserError, require
 from unmask.models.importers.vocabulary import vocabulary_of
 from unmask.progress import progress
 from unmask.rng import signed
 from unmask.tasks.cache import Ragged, alone_in, cache_folder
 from unmask.tasks.task import LONGEST, Examples, Task, check_range, check_split
-from unmask.tasks.text.shards import Visits, fingerprint, hash_shards, read_cache, read_hashes, read_texts, write_cache
+from unmask.tasks.text.shards import FORMAT_VERSION, Hashes, Visits, read_cache, read_texts, write_cache
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,7 @@ class Text(Task):
     @cached_property
     def shards(self) -> list[Path]:
         found = [Path(path) for path in sorted(glob.glob(os.path.expanduser(self.files), recursive=True))]
-        if not found:
-            raise UserError(f"task text: no file is called {self.files!r}: set files to the path of your texts")
+        require(bool(found), f"task text: no file is called {self.files!r}: set files to the path of your texts")
         return found
 
     @cached_property
@@ -66,10 +64,7 @@ class Text(Task):
 
     def order(self, seed: int, stage: int, positions: Tensor) -> Tensor:
         """Every text once per epoch, shuffled."""
-        if (seed, stage) not in self._visits:
-            rows, word = self._splits["train"], signed(seed * 7919 + stage)
-            self._visits[seed, stage] = Visits(len(rows), self.window, word, rows.lengths, self.bucket)
-        return torch.from_numpy(self._visits[seed, stage].at(positions.numpy())[1])
+        return torch.from_numpy(self._visits(seed, stage).at(positions.numpy()))
 
     def examples(self, ids: Tensor, split: str) -> Examples:
         check_split(split)
@@ -84,8 +79,11 @@ class Text(Task):
         return ((tokens == examples.tokens) | ~examples.attention_mask).all(-1)
 
     @cached_property
-    def _visits(self) -> dict[tuple[int, int], Visits]:
-        return {}
+    def _visits(self) -> Callable[[int, int], Visits]:
+        rows = self._splits["train"]
+        return cache(
+            lambda seed, stage: Visits(len(rows), self.window, signed(seed * 7919 + stage), rows.lengths, self.bucket)
+        )
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
@@ -100,32 +98,30 @@ class Text(Task):
     def _splits(self) -> dict[str, Ragged]:
         """The sequences of both splits from the cache, which is made where it is missing or not whole."""
         root = cache_folder(self.cache, self.name)
-        stored = read_hashes(root / "hashes.json")
-        hashes, known = hash_shards(self.shards, stored)
+        hashes = Hashes(root / "hashes.json")
         rules = "bytes" if self._tokenizer is None else self._tokenizer.to_str()
-        name = fingerprint(hashes, self.shards, rules, self.field, self.length, self.test_every)
+        facts = [
+            FORMAT_VERSION,
+            [hashes.of(path) for path in self.shards],
+            [path.suffix == ".jsonl" for path in self.shards],  # what a line means
+            *(rules, self.field, self.length, self.test_every),
+        ]
+        name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         found = {}
         for split in ("train", "test"):
             folder = root / f"{name}-{split}"
-            cached = read_cache(folder, known)
-            if cached is None:
-                with alone_in(root):  # another process may have made it in the meantime
-                    cached = read_cache(folder, known) or self._make(folder, split, known)
-            found[split], known = cached
-            if not len(found[split]):
-                raise UserError(f"task text: {self.files!r} has too few texts, none is left for the {split} split")
-        if known != stored:
-            with suppress(OSError, UserError), alone_in(root):  # a cache that is only read is hashed at every start
-                known = {**read_hashes(root / "hashes.json"), **known}
-                write_text(root / "hashes.json", json.dumps(known, indent=0))
+            if (cached := read_cache(folder, hashes.of)) is None:
+                with alone_in(root):
+                    if read_cache(folder, hashes.of) is None:  # no other process has made it in the meantime
+                        about = {"files": [path.name for path in self.shards], "split": split}
+                        write_cache(folder, self._sequences(split), len(self.vocabulary), about)
+                cached = read_cache(folder, hashes.of)
+                assert cached is not None
+            too_few = f"task text: {self.files!r} has too few texts, none is left for the {split} split"
+            require(len(cached) > 0, too_few)
+            found[split] = cached
+        hashes.save()
         return found
-
-    def _make(self, folder: Path, split: str, known: dict[str, str]) -> tuple[Ragged, dict[str, str]]:
-        about = {"files": [path.name for path in self.shards], "split": split}
-        write_cache(folder, self._sequences(split), len(self.vocabulary), about)
-        made = read_cache(folder, known)
-        assert made is not None
-        return made
 
     def _sequences(self, split: str) -> Iterator[Sequence[int]]:
         size, reached = sum(path.stat().st_size for path in self.shards), 0
