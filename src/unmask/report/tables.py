@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from unmask.display import in_markup
-from unmask.evaluation.compare import Comparison, area, compare, curves
+from unmask.evaluation.compare import Comparison, area, compare, curves, whole_steps
 from unmask.evaluation.records import LABELS, Record
 from unmask.recipe import Recipe, continued
 from unmask.tasks.task import Task
@@ -219,18 +219,16 @@ COMPARISON_LEGEND = (
 def comparison_table(comparisons: Sequence[Comparison], among: Sequence[Record]) -> ResultTable:
     """One learned order against each heuristic; `among`: all records that are shown."""
     learned = comparisons[0].learned
-    outcome = learned.outcome
-    headings = ["against", "equal steps", "difference", "95%"]
-    headings += [f"floor {comparisons[0].floor}", f"max {outcome.most_steps}"]
+    outcome, floor = learned.outcome, whole_steps(learned.mean_steps)
+    headings = ["against", "equal steps", "difference", "95%", f"floor {floor}", f"max {outcome.most_steps}"]
     rows = []
-    for found in comparisons:
+    for _, policy, equal, interval, *paper in comparisons:
         middle = ["not comparable", "–", "–"]
-        if found.score is not None and found.difference is not None:
-            interval = "{:+.3f} to {:+.3f}".format(*found.interval) if found.interval else "–"
-            middle = [f"{found.score:.3f}", f"{found.difference:+.3f}", interval]
-        paper = ["–" if r is None else f"{r.outcome.score:.3f}" for r in (found.at_floor, found.at_maximum)]
-        rows.append([found.policy, *middle, *paper])
-    missing = "; ".join(f"{found.policy}: {found.missing}" for found in comparisons if found.missing)
+        if equal.score is not None:
+            width = "{:+.3f} to {:+.3f}".format(*interval) if interval else "–"
+            middle = [f"{equal.score:.3f}", f"{outcome.score - equal.score:+.3f}", width]
+        rows.append([policy, *middle, *("–" if r is None else f"{r.outcome.score:.3f}" for r in paper)])
+    missing = "; ".join(f"{found.policy}: {found.equal.missing}" for found in comparisons if found.equal.missing)
     return ResultTable(
         f"{row_name(learned, among)}: {outcome.score:.3f} valid in {learned.mean_steps:.2f} steps",
         (f"Not comparable: {missing}. " if missing else "") + COMPARISON_LEGEND,
@@ -248,9 +246,9 @@ AREA_LEGEND = (
 
 def area_table(records: Sequence[Record]) -> ResultTable:
     """Rules with the same range are next to each other."""
-    areas = [(area(curve), name_of(curve[0], records)) for curve in curves(ordered(records))]
-    found = sorted(((known, name) for known, name in areas if known), key=lambda item: item[0][1:])
-    rows = [[name, f"{known.score:.3f}", f"{known.low:.2f}–{known.high:.2f}"] for known, name in found]
+    areas = [(*found, name_of(curve[0], records)) for curve in curves(ordered(records)) if (found := area(curve))]
+    by_range = sorted(areas, key=lambda known: known[1:3])
+    rows = [[name, f"{score:.3f}", f"{low:.2f}–{high:.2f}"] for score, low, high, name in by_range]
     return ResultTable("area under score against steps", AREA_LEGEND, ["rule", "mean score", "over steps"], rows)
 
 
