@@ -442,7 +442,7 @@ def test_the_library_evaluates_as_the_command_line_does(base, run):
     assert alone[0].spec.model == records[0].spec.model == "1x16"
     with pytest.raises(UserError, match="a model is evaluated on a task: give one"):
         unmask.evaluate(model)
-    with pytest.raises(UserError, match="a run has a task of its own"):
+    with pytest.raises(UserError, match="a run has its own task"):
         unmask.evaluate(run, task)
 
 

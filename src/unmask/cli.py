@@ -15,6 +15,7 @@ import typer
 import unmask
 from unmask.display import accept_any_character, say
 from unmask.errors import UserError
+from unmask.files import write_text
 from unmask.recipe import MOST_EXAMPLES, MOST_STEPS, known_recipes, load_recipe
 from unmask.studies.study import known_studies
 
@@ -462,24 +463,13 @@ def sample(
     if svg is not None:
         traces.check_picture(svg)
     console, found = Console(highlight=False), list[Any]()
-    for written in traces.sample(
-        run,
-        policy or [],
-        steps,
-        num,
-        example or [],
-        find,
-        split=split,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        trust_task=trust_task,
-    ):
+    options: dict[str, Any] = {"split": split, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    for written in traces.sample(run, policy or [], steps, num, example or [], find, trust_task=trust_task, **options):
         if not found:
             traces.print_legend(console, written[0])
         traces.print_writings(console, written, trace)
         found += written
     if svg is not None:
-        traces.write_picture(svg, found)
+        svg.parent.mkdir(parents=True, exist_ok=True)
+        write_text(svg, traces.picture(found))
         say(f"picture: {svg}")
