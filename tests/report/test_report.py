@@ -112,10 +112,10 @@ WITHOUT_SEED = {name: value for name, value in SPEC.items() if name != "seed"}
     [
         ('{"task": "gro', "not a JSON object"),
         ("", "not a JSON object"),
-        ("[1, 2]", "not an object"),
-        (line_with(accuracy=1), "(accuracy)"),
-        (line_with(spec=WITHOUT_SEED), "other fields than this version writes"),
-        (line_with(spec={**SPEC, "seed": "0"}), "spec is not what this version writes"),
+        ("[1, 2]", "must be a table"),
+        (line_with(accuracy=1), "unknown key 'accuracy'"),
+        (line_with(spec=WITHOUT_SEED), "'seed' is missing"),
+        (line_with(spec={**SPEC, "seed": "0"}), "spec.seed must be a whole number"),
         (line_with(spec={**SPEC, "seed": 1}), "the key is not that of the spec"),
     ],
 )
