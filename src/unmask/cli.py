@@ -16,8 +16,7 @@ import unmask
 from unmask.display import accept_any_character, say
 from unmask.errors import UserError
 from unmask.files import write_text
-from unmask.recipe import MOST_EXAMPLES, MOST_STEPS, known_recipes, load_recipe
-from unmask.studies.study import known_studies
+from unmask.recipe import MOST_EXAMPLES, MOST_STEPS, known_recipes, known_studies, load_recipe
 
 if TYPE_CHECKING:
     from unmask.evaluation.records import Record
@@ -353,7 +352,7 @@ def reproduce(
     from unmask.studies.study import Reproduction, load_study
 
     started = time.perf_counter()
-    whole = Reproduction(*load_study(study), out, set_ or [], cpu, say=say, jobs=jobs)
+    whole = Reproduction(*load_study(study), out, set_ or [], cpu, jobs)
     if dry_run:
         for command in whole.commands(stage or []):
             say(command)

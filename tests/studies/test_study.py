@@ -147,7 +147,7 @@ def run(folder, out, *wanted, stop_at=None):
             ended(job, Ended(0, time.time(), 0.5))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("unmask.studies.jobs.run_jobs", run_here)
+        patch.setattr("unmask.studies.study.run_jobs", run_here)
         try:
             reproduction(folder, out).run(wanted)
         except KeyboardInterrupt:
@@ -353,11 +353,12 @@ def test_it_resumes_where_it_stopped(study, tmp_path):
     assert read_records(out / "frozen-seed1" / "results.jsonl")[0] in read_records(out / "results" / "study.jsonl")
 
 
-def test_stages_at_once(study, tmp_path):
+def test_stages_at_once(study, tmp_path, capsys):
     """The same runs as one after another, to the last bit, each by a process of its own."""
-    out, said = tmp_path / "runs", []
+    out = tmp_path / "runs"
     shutil.copytree(study / "runs" / "denoiser", out / "denoiser")
-    reproduction(study, out, say=said.append, jobs=2).run(["denoiser", "frozen"])
+    reproduction(study, out, jobs=2).run(["denoiser", "frozen"])
+    said = capsys.readouterr().out.splitlines()
     assert said[0] == "[1/3] denoiser: done before"
     assert said[1].startswith("[2/3] frozen-seed0: unmask train ")
     assert sorted(line.rpartition(" ")[0].rpartition(" ")[0] for line in said[3:5]) == [
@@ -376,7 +377,7 @@ def test_stages_at_once(study, tmp_path):
 def test_what_waits_for_what(study, tmp_path, monkeypatch):
     """Every stage is given away once, after all that it reads and never beside one that writes to the same records."""
     rounds = []
-    monkeypatch.setattr("unmask.studies.jobs.run_jobs", lambda jobs, at_once, began, ended: rounds.append(jobs))
+    monkeypatch.setattr("unmask.studies.study.run_jobs", lambda jobs, at_once, began, ended: rounds.append(jobs))
     whole = reproduction(study, tmp_path / "runs", jobs=9)
     monkeypatch.setattr(whole, "_best_others", lambda: ["entropy"])
     whole.run()
