@@ -181,9 +181,7 @@ def test_what_was_evaluated_otherwise_is_not_mixed_in(folder, tmp_path):
 
 def test_a_run_is_no_folder_of_records(folder, refused, tmp_path):  # noqa: F811
     (folder / "recipe.json").write_text("{}")
-    assert "is a run: give the folder of a study's records" in refused(
-        "report", folder, "--markdown", tmp_path / "page.md"
-    )
+    assert "is a run: give a study's OUT/results" in refused("report", folder, "--markdown", tmp_path / "page.md")
 
 
 def test_the_wall_time_of_all_attempts(folder):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from unmask.display import in_html
 from unmask.errors import UserError
 from unmask.evaluation.bound import BoundReport, read_bound
-from unmask.evaluation.records import Record, read_run
+from unmask.evaluation.records import Record, grouped, read_run
 from unmask.files import refuse_link, write_text
 from unmask.jsonl import ResultsError
 from unmask.report.plots import order_picture, pictured, shared_plot, svg
@@ -76,11 +76,8 @@ def write_html(path: Path, sections: Sequence[Section]) -> None:
 
 def together(sections: Sequence[Section]) -> list[list[Section]]:
     """The runs that share a task with another, by task."""
-    found: dict[str, list[Section]] = {}
-    for section in sections:
-        if section.task:
-            found.setdefault(section.task, []).append(section)
-    return [group for group in found.values() if len(group) > 1]
+    by_task = grouped([section for section in sections if section.task], lambda section: section.task)
+    return [group for group in by_task.values() if len(group) > 1]
 
 
 def _shared(sections: Sequence[Section]) -> str:
