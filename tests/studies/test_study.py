@@ -22,7 +22,6 @@ from unmask.evaluation.compare import Gain
 from unmask.evaluation.records import read_records
 from unmask.jsonl import read_jsonl
 from unmask.runtime import process_settings
-from unmask.studies.jobs import Ended
 from unmask.studies.study import Reproduction, load_study
 
 DENOISER = """
@@ -138,13 +137,13 @@ def run(folder, out, *wanted, stop_at=None):
             began(job)
             words = job.command[job.command.index("unmask") + 1 :]
             if stop_at and " ".join(words).startswith(stop_at):
-                ended(job, Ended(75, time.time(), 0.5))
+                ended(job, 75, time.time(), 0.5)
                 raise KeyboardInterrupt
             ran.append(words)
             with process_settings(), pytest.raises(SystemExit) as caught:
                 main(words)
             assert not caught.value.code
-            ended(job, Ended(0, time.time(), 0.5))
+            ended(job, 0, time.time(), 0.5)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("unmask.studies.study.run_jobs", run_here)

@@ -43,7 +43,7 @@ from unmask.evaluation.records import Record, grouped, read_run, record_lines
 from unmask.fields import build
 from unmask.jsonl import append_jsonl, read_jsonl, sealed
 from unmask.recipe import Recipe, differences, known_studies, load_recipe, not_continued, read_toml, recipe_folder
-from unmask.studies.jobs import Ended, Job, run_jobs
+from unmask.studies.jobs import Job, run_jobs
 from unmask.training.run_folder import is_finished, locked, read_recipe
 
 SEED = 0  # of the sampling: orders can be compared only if it is the same for all
@@ -345,10 +345,10 @@ class Reproduction:
         def began(job: Job) -> None:
             say(f"{shown[left[job.name]]}: {self.typed(left[job.name])}")
 
-        def ended(job: Job, how: Ended) -> None:
-            self._note(left[job.name], how)
-            said = {0: "done in", 75: "stopped after"}.get(how.code, "failed after")
-            say(f"{shown[left[job.name]]}: {said} {how.seconds:.0f} s")
+        def ended(job: Job, code: int, started: float, seconds: float) -> None:
+            self._note(left[job.name], code == 0, started, seconds)
+            said = {0: "done in", 75: "stopped after"}.get(code, "failed after")
+            say(f"{shown[left[job.name]]}: {said} {seconds:.0f} s")
 
         run_jobs(jobs, self.jobs, began, ended)
 
@@ -376,13 +376,13 @@ class Reproduction:
         text = json.dumps([[found.get(name) for name in names] for found in listed])
         return hashlib.sha256(text.encode()).hexdigest()[:12] if listed else ""
 
-    def _note(self, stage: Stage, how: Ended) -> None:
+    def _note(self, stage: Stage, finished: bool, started: float, seconds: float) -> None:
         """Add an attempt to stages.jsonl."""
         device = device_name(torch.device("cuda" if torch.cuda.is_available() and not self.cpu else "cpu"))
-        times = round(how.started, 3), round(how.seconds, 3)
         ran_on = device, torch.__version__, revision(), self._models(stage)
+        times = round(started, 3), round(seconds, 3)
         self.beside.mkdir(parents=True, exist_ok=True)
-        done = Done(stage.name, self.typed(stage), how.code == 0, *times, self.jobs, *ran_on)
+        done = Done(stage.name, self.typed(stage), finished, *times, self.jobs, *ran_on)
         append_jsonl(self.beside / "stages.jsonl", [done])
 
     # --- what came of it ----------------------------------------------------------------------------------------------
