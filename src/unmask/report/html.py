@@ -45,17 +45,9 @@ def write_report(runs: Sequence[Path], page: Path, trust_task: bool = False, pic
         if not records:
             raise UserError(f"{run}/results.jsonl is empty: run `unmask evaluate {run}` first")
         recipe, task = load_task(run, trust_task)
-        sections.append(
-            Section(
-                title(run, task),
-                caption(recipe, records),
-                records,
-                task.layout,
-                read_bound(run / "bound.json"),
-                name if names.count(name) == 1 else str(run),
-                json.dumps(recipe.task, sort_keys=True),
-            )
-        )
+        shown, bound = name if names.count(name) == 1 else str(run), read_bound(run / "bound.json")
+        told, own = (title(run, task), caption(recipe, records)), json.dumps(recipe.task, sort_keys=True)
+        sections.append(Section(*told, records, task.layout, bound, shown, own))
     write_html(page, sections)
     for run, section in zip(runs, sections, strict=True):
         if pictures and (chosen := pictured(section.records)):
@@ -65,9 +57,8 @@ def write_report(runs: Sequence[Path], page: Path, trust_task: bool = False, pic
 
 def write_html(path: Path, sections: Sequence[Section]) -> None:
     """One self-contained page.  A file that is not such a page is never overwritten."""
-    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(
-        _PAGE[: _PAGE.index("<style>")]
-    ):
+    head = _PAGE[: _PAGE.index("<style>")]
+    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(head):
         raise ResultsError(f"{path} exists and is no report of unmask: give another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     body = "".join([*map(_shared, together(sections)), *map(_section, sections)])

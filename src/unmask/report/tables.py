@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 LEARNED_COLOUR = "#c2410c"
 
-
 # What the legend says of the columns of a table.
 MEANINGS = {
     "steps": "mean over the sequences, and their range",
@@ -77,12 +76,7 @@ def columns(record: Record, among: Sequence[Record]) -> dict[str, str]:
 
 def ordered(records: Sequence[Record]) -> list[Record]:
     """The learned orders first, then each rule by its budget."""
-
-    def place(record: Record) -> tuple[object, ...]:
-        spec = record.spec
-        return spec.task, not spec.learned, spec.policy, spec.budget, spec.seed
-
-    return sorted(records, key=place)
+    return sorted(records, key=lambda r: (r.spec.task, not r.spec.learned, r.spec.policy, r.spec.budget, r.spec.seed))
 
 
 def title(run: Path, task: Task) -> str:
@@ -131,7 +125,7 @@ class ResultTable:
     headings: list[str]
     rows: list[list[str]]
     minor: Sequence[str] = ()
-    marked: Sequence[bool] = ()  # the rows of learned orders
+    marked: Sequence[bool] = ()  # the rows of learned orders; those that follow are not
     hidden: Sequence[str] = ()  # columns for pages only
 
     def legend(self, headings: Iterable[str]) -> str:
@@ -181,15 +175,10 @@ def record_table(records: Sequence[Record], title: str, caption: str) -> ResultT
     metrics = dict.fromkeys(name for record in records for name in record.outcome.metrics)
     order = ["policy", "steps", "range", "valid", "95%", *metrics, "distinct", "true 99%", "passes", "denoiser"]
     headings = [heading for heading in order if any(heading in row for row in rows)]
-    return ResultTable(
-        title,
-        " ".join(filter(None, [caption, *notes(records)])),
-        headings,
-        [[row.get(heading, "–") for heading in headings] for row in rows],
-        ("passes", "true 99%", "range", *metrics, "distinct", "95%"),
-        [record.spec.learned for record in records],
-        ("denoiser",),  # of which the caption tells
-    )
+    legend = " ".join(filter(None, [caption, *notes(records)]))
+    cells = [[row.get(heading, "–") for heading in headings] for row in rows]
+    minor, marked = ("passes", "true 99%", "range", *metrics, "distinct", "95%"), [r.spec.learned for r in records]
+    return ResultTable(title, legend, headings, cells, minor, marked, hidden=("denoiser",))  # the caption tells of it
 
 
 def notes(records: Sequence[Record]) -> list[str]:
@@ -229,13 +218,9 @@ def comparison_table(comparisons: Sequence[Comparison], among: Sequence[Record])
             middle = [f"{equal.score:.3f}", f"{outcome.score - equal.score:+.3f}", width]
         rows.append([policy, *middle, *("–" if r is None else f"{r.outcome.score:.3f}" for r in paper)])
     missing = "; ".join(f"{found.policy}: {found.equal.missing}" for found in comparisons if found.equal.missing)
-    return ResultTable(
-        f"{row_name(learned, among)}: {outcome.score:.3f} valid in {learned.mean_steps:.2f} steps",
-        (f"Not comparable: {missing}. " if missing else "") + COMPARISON_LEGEND,
-        headings,
-        rows,
-        minor=headings[:2:-1],
-    )
+    title = f"{row_name(learned, among)}: {outcome.score:.3f} valid in {learned.mean_steps:.2f} steps"
+    legend = (f"Not comparable: {missing}. " if missing else "") + COMPARISON_LEGEND
+    return ResultTable(title, legend, headings, rows, minor=headings[:2:-1])
 
 
 AREA_LEGEND = (
@@ -264,10 +249,5 @@ def bound_table(bound: BoundReport, run: str) -> ResultTable:
         rows.append(["true log-likelihood of the same sequences", f"{bound.true_log_likelihood:.4f}", "exact"])
     if bound.entropy is not None:
         rows.append(["minus the true entropy, the limit", f"{-bound.entropy:.4f}", "exact"])
-    return ResultTable(
-        f"{run}: held-out bounds, {bound.num_examples} sequences",
-        "",
-        ["bound, nats per token", "value", "standard error"],
-        rows,
-        marked=[True] + [False] * (len(rows) - 1),
-    )
+    headings = ["bound, nats per token", "value", "standard error"]
+    return ResultTable(f"{run}: held-out bounds, {bound.num_examples} sequences", "", headings, rows, marked=[True])

@@ -139,18 +139,13 @@ def write(
     for i, (before, after) in enumerate(pairwise(canvases)):
         when = torch.where((before == mask) & (after != mask), i, when)
         frames.append(spans(task, after[shown[here]].tolist(), when[shown[here]].tolist()))
-    prompt = truth.attention_mask[0] & ~truth.response[0]
-    return Writing(
-        example,
-        rule.name,
-        budget,
-        visible(task.text(truth.tokens[0][prompt].tolist())) if is_text else "",
-        visible(task.text(truth.tokens[0][truth.response[0]].tolist())) if is_text else "",
-        frames,
-        spans(task, out.tokens[0][shown].tolist(), out.reveal_step[0][shown].tolist()),
-        int(out.num_steps),
-        bool(task.valid(out.tokens, truth)[0]),
+    prompt, response = truth.attention_mask[0] & ~truth.response[0], truth.response[0]
+    question, wanted = (
+        visible(task.text(truth.tokens[0][part].tolist())) if is_text else "" for part in (prompt, response)
     )
+    result = spans(task, out.tokens[0][shown].tolist(), out.reveal_step[0][shown].tolist())
+    valid = bool(task.valid(out.tokens, truth)[0])
+    return Writing(example, rule.name, budget, question, wanted, frames, result, int(out.num_steps), valid)
 
 
 def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
