@@ -184,10 +184,10 @@ def test_every_seed_starts_from_its_own(study):
     assert plan._needs(by_name["shared-seed1"]) == {"frozen-seed1", "continued"}
 
 
-@pytest.mark.parametrize(("task", "trusted"), [("gsm8k", False), ("unmask.tasks.gsm8k.gsm8k:GSM8K", True)])
-def test_a_task_that_the_study_names_is_trusted_in_its_evaluations(study, task, trusted):
-    plan = Reproduction(*load_study(str(study / "study.toml")), study / "nowhere", [f"task.name={task}"])
-    assert {"--trust-task" in plan.command(stage) for stage in plan.stages() if stage.split} == {trusted}
+def test_a_task_that_the_study_names_is_trusted_in_its_evaluations(study):
+    for task, trusted in [("gsm8k", False), ("unmask.tasks.gsm8k.gsm8k:GSM8K", True)]:
+        plan = Reproduction(*load_study(str(study / "study.toml")), study / "nowhere", [f"task.name={task}"])
+        assert {"--trust-task" in plan.command(stage) for stage in plan.stages() if stage.split} == {trusted}
 
 
 def test_what_it_writes(study):
@@ -472,11 +472,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("old", "new", "expected"), WRONG.values(), ids=WRONG.keys())
-def test_a_study_that_makes_no_sense(tmp_path, refused, old, new, expected):  # noqa: F811
-    path = tmp_path / "study.toml"
-    path.write_text(STUDY.replace(old, new, 1))
-    assert expected in refused("reproduce", path, "--out", tmp_path / "runs")
+def test_a_study_that_makes_no_sense(tmp_path, refused):  # noqa: F811
+    for old, new, expected in WRONG.values():
+        path = tmp_path / "study.toml"
+        path.write_text(STUDY.replace(old, new, 1))
+        assert expected in refused("reproduce", path, "--out", tmp_path / "runs")
 
 
 def test_orders_that_would_be_taken_for_seeds_of_one_are_refused(study, tmp_path, call, refused):  # noqa: F811
@@ -507,13 +507,13 @@ def test_a_baseline_that_does_not_fit_its_orders_is_refused_at_once(study, refus
     assert "shared-seed0 and its baseline continued must start from the same denoiser" in refused(*words[:-1])
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "recipes" / "studies").glob("*.toml")), ids=str)
-def test_the_studies_that_come_with_unmask(path):
+def test_the_studies_that_come_with_unmask():
     """Every recipe of theirs can be read, every order has a denoiser to start from, and every rule exists."""
-    whole = Reproduction(*load_study(path.stem), Path("runs"), ["task.folder=data"])
-    for run in whole.runs.values():
-        assert "task.folder=data" in run.overrides
-        recipe = run.recipe
-        assert json.loads(recipe.to_json())["task"]["folder"] == "data"
-        assert recipe.model.label
-        assert recipe.evaluate.temperature == 0
+    for path in sorted((Path(__file__).parents[2] / "recipes" / "studies").glob("*.toml")):
+        whole = Reproduction(*load_study(path.stem), Path("runs"), ["task.folder=data"])
+        for run in whole.runs.values():
+            assert "task.folder=data" in run.overrides
+            recipe = run.recipe
+            assert json.loads(recipe.to_json())["task"]["folder"] == "data"
+            assert recipe.model.label
+            assert recipe.evaluate.temperature == 0
