@@ -284,6 +284,8 @@ def evaluate(
 
 def _evaluate(run: Path, trust_task: bool = False, **options: Any) -> list[Record]:
     """Evaluate a run and print the tables."""
+    from rich.console import Console
+
     from unmask.evaluation.plan import evaluate
     from unmask.report.tables import caption, result_tables, title
     from unmask.training.run import load_task
@@ -292,21 +294,18 @@ def _evaluate(run: Path, trust_task: bool = False, **options: Any) -> list[Recor
     if _is_main():
         recipe, task = load_task(run, trust_task)
         split = f", {records[0].spec.split}" if len(task.held_out_splits) > 1 else ""
-        _print(*result_tables(records, title(run, task) + split, caption(recipe, records)))
+        tables = result_tables(records, title(run, task) + split, caption(recipe, records))
+        Console(highlight=False).print(*tables, sep="\n")
     return records
 
 
 def _evaluate_bound(run: Path, **options: Any) -> None:
+    from rich.console import Console
+
     from unmask.evaluation.bound import evaluate_run_bound
     from unmask.report.tables import bound_table
 
-    _print(bound_table(evaluate_run_bound(run, **options), run.resolve().name))
-
-
-def _print(*tables: Any) -> None:
-    from rich.console import Console
-
-    Console(highlight=False).print(*tables, sep="\n")
+    Console(highlight=False).print(bound_table(evaluate_run_bound(run, **options), run.resolve().name))
 
 
 def _is_main() -> bool:

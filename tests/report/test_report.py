@@ -21,23 +21,8 @@ from unmask.evaluation.records import append_records, read_records, record_lines
 from unmask.evaluation.verdicts import Verdicts
 from unmask.jsonl import ResultsError
 from unmask.report.html import Section, together, write_html
-from unmask.report.plots import (
-    COLOURS,
-    ORDER_LOOKS,
-    colours_of,
-    order_picture,
-    pictured,
-    shared_plot,
-)
-from unmask.report.tables import (
-    area_table,
-    bound_table,
-    columns,
-    comparison_table,
-    notes,
-    ordered,
-    result_tables,
-)
+from unmask.report.plots import COLOURS, ORDER_LOOKS, colours_of, order_picture, pictured, shared_plot
+from unmask.report.tables import area_table, bound_table, columns, comparison_table, notes, ordered, result_tables
 from unmask.report.tables import record_table as table
 
 RECORDS = [

@@ -10,15 +10,7 @@ from unmask.evaluation.compare import Gain
 from unmask.evaluation.records import append_records
 from unmask.jsonl import append_jsonl
 from unmask.report.plots import plot
-from unmask.studies.results_page import (
-    BEGIN,
-    order_series,
-    read_results,
-    rule_series,
-    tables,
-    wall_seconds,
-    write_page,
-)
+from unmask.studies.results_page import BEGIN, order_series, read_results, rule_series, tables, wall_seconds, write_page
 from unmask.studies.study import Done
 
 ROOT = Path(__file__).parents[2]

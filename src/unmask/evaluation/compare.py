@@ -277,15 +277,13 @@ def why_not_won(records: Sequence[Record]) -> list[str]:
     reasons = [] if learned else ["no learned order was evaluated"]
     for record in learned:
         own, budget = record.outcome, record.spec.budget
-        others = [r for r in records if not r.spec.learned and r.spec.budget == budget]
+        others = [(r.spec.policy, r.outcome) for r in records if not r.spec.learned and r.spec.budget == budget]
         if not others:
             reasons.append(f"no heuristic was evaluated at {budget} steps")
-        reasons += [
-            f"{rival.spec.policy} is valid in [{rival.outcome.ci_low:.3f}, {rival.outcome.ci_high:.3f}] at {budget} "
-            f"steps, learned in [{own.ci_low:.3f}, {own.ci_high:.3f}]"
-            for rival in others
-            if rival.outcome.ci_high >= own.ci_low
-        ]
+        for policy, rival in others:
+            if rival.ci_high >= own.ci_low:
+                reached = f"{policy} is valid in [{rival.ci_low:.3f}, {rival.ci_high:.3f}] at {budget} steps"
+                reasons.append(f"{reached}, learned in [{own.ci_low:.3f}, {own.ci_high:.3f}]")
         if not own.diverse:
             reasons.append(
                 f"{own.distinct} distinct valid samples, outside the true distribution's 99% range "

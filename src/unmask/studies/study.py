@@ -169,13 +169,7 @@ class Reproduction:
     """A study in a folder.  Each stage is a process, and `jobs` of them run at once."""
 
     def __init__(
-        self,
-        study: Study,
-        path: Path,
-        out: Path,
-        overrides: Sequence[str] = (),
-        cpu: bool = False,
-        jobs: int = 1,
+        self, study: Study, path: Path, out: Path, overrides: Sequence[str] = (), cpu: bool = False, jobs: int = 1
     ) -> None:
         self.study, self.out, self.cpu, self.jobs = study, out, cpu, jobs
         self.records = out / "results" / f"{path.stem}.jsonl"
@@ -332,8 +326,7 @@ class Reproduction:
             if self._is_done(stage):
                 say(f"{text}: done before")
                 continue
-            words = self.command(stage)
-            folder = self.out / stage.run
+            words, folder = self.command(stage), self.out / stage.run
             if stage.split is None and (folder / "recipe.json").exists() and not (folder / "checkpoints").exists():
                 words.append("--force")  # it was interrupted before its first checkpoint
             # Evaluations of the same run write to the same records: never at once.
@@ -363,9 +356,10 @@ class Reproduction:
         if not self._is_trained(stage.run):
             return False
         folder = self.out / stage.run
-        if keys := [key for key, _, _ in differences(read_recipe(folder), self.runs[stage.run].recipe)]:
-            said = f"{folder} was trained by a recipe with another {' and '.join(keys)}"
-            raise UserError(f"{said}: move it away, or give another --out")
+        if keys := " and ".join(key for key, _, _ in differences(read_recipe(folder), self.runs[stage.run].recipe)):
+            raise UserError(
+                f"{folder} was trained by a recipe with another {keys}: move it away, or give another --out"
+            )
         return True
 
     def _models(self, stage: Stage) -> str:
