@@ -247,7 +247,9 @@ def evaluate(
     stop_at_eos: Annotated[
         bool, Option("--stop-at-eos", help="Finish a sequence when all its masks lie behind an end of sequence.")
     ] = False,
-    seed: Annotated[int | None, Option(help="Seed of the sampling.", show_default="the recipe's")] = None,
+    seed: Annotated[
+        int | None, Option(min=-(2**63), max=2**63 - 1, help="Seed of the sampling.", show_default="the recipe's")
+    ] = None,
     again: Annotated[bool, Option("--again", help="Evaluate again what has been evaluated already.")] = False,
     compile: Annotated[
         bool, Option("--compile", help="Fixed shapes and torch.compile, on CUDA as graphs: for many examples.")
@@ -433,7 +435,7 @@ def sample(
     temperature: Annotated[float | None, Option(min=0, help="0 is greedy.", show_default="the recipe's")] = None,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
-    seed: Annotated[int, Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, Option(min=-(2**63), max=2**63 - 1, help="Seed of the sampling.")] = 0,
     trace: Annotated[bool, Option("--trace", help="Print every step of the unmasking.")] = False,
     svg: Annotated[Path | None, Option(help="Draw every step as a picture, into this file.")] = None,
     trust_task: TrustTask = False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from importlib.machinery import PathFinder
 from itertools import accumulate
 from typing import Any
@@ -34,6 +35,10 @@ def import_class(kind: str, name: str) -> Any:
         sys.path.append("")
     try:
         return getattr(importlib.import_module(module), cls)
-    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
+    except (ImportError, AttributeError) as error:
         where = "installed packages and the current folder were searched"
         raise UserError(f"{kind} {name!r} cannot be imported: {error} ({where})") from None
+    except Exception as error:  # whatever the module raises while it runs
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error}"
+        raise UserError(f"{kind} {name!r} cannot be imported: {what} ({place.filename}, line {place.lineno})") from None

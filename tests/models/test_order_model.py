@@ -205,7 +205,7 @@ def test_a_missing_key_is_named(folder, part):
 )
 def test_a_value_that_cannot_be_is_refused(folder, part, field, value):
     edit_config(folder, lambda fields: (fields[part] if part else fields).update({field: value}))
-    assert "config.json is damaged" in refused(folder)
+    assert "config.json does not fit this version" in refused(folder)
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,6 @@ def _whole_number(name: str, value: Any, least: int | None = None) -> int:
         number = operator.index(value)
     except TypeError:
         raise UserError(f"{wanted}, got {value!r}") from None
-    if least is not None and not least <= number < 2**31:
-        raise UserError(f"{wanted}, got {number}")
+    if not (-(2**63) <= number < 2**63 if least is None else least <= number < 2**31):
+        raise UserError(f"{wanted}{' of 64 bits' if least is None else ''}, got {number}")
     return number

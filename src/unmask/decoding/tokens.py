@@ -37,7 +37,7 @@ class TokenChoice:
     def __post_init__(self) -> None:
         for name in ("top_k", "min_length"):
             value = getattr(self, name)
-            require(type(value) is int, f"{name} must be a whole number, got {value!r}")
+            require(type(value) is int and value < 2**31, f"{name} must be a whole number, got {value!r}")
         for name in ("temperature", "top_p", "guidance"):
             value = getattr(self, name)
             require(isinstance(value, Real), f"{name} must be a number, got {value!r}")

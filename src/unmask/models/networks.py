@@ -85,6 +85,7 @@ class SelectorConfig:
             raise UserError(f"positions must be 0 (none) or the longest sequence, got {self.positions}")
         if self.budget < 1:
             raise UserError(f"a selector needs a budget T >= 1, got {self.budget}")
+        self.shape  # noqa: B018  # checks width and heads
 
     @property
     def shape(self) -> BackboneConfig:

@@ -50,6 +50,8 @@ class OrderModelConfig:
     tau: float = 0.1
 
     def __post_init__(self) -> None:
+        if self.vocab_size < 1:
+            raise UserError(f"vocab_size must be at least 1, got {self.vocab_size}")
         if self.selection not in SELECTIONS:
             raise UserError(f"selection must be one of {', '.join(SELECTIONS)}, got {self.selection!r}")
 
@@ -102,9 +104,8 @@ class OrderModel(nn.Module):
         config, weights = _read_config(folder / "config.json"), folder / "model.safetensors"
         with _damaged(folder / "tokenizer.json", Exception):  # tokenizers raises plain Exception
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        with _damaged(folder / "config.json", TypeError, ValueError, RuntimeError):  # values that build no network
-            check_memory(config, copies=1)
-            model = cls(config, tokenizer)
+        check_memory(config, copies=1)
+        model = cls(config, tokenizer)
         with _damaged(weights, SafetensorError):
             tensors = load_file(weights)
         try:
@@ -155,8 +156,12 @@ def _read_config(path: Path) -> OrderModelConfig:
             f"{path} has format version {version}, this unmask reads version {FORMAT_VERSION}: "
             "use the unmask that wrote it, or train again"
         )
-    with _damaged(path, UserError):
+    try:
         return build(OrderModelConfig, values)
+    except UserError as error:
+        raise ModelFolderError(
+            f"{path} does not fit this version ({error}): restore it from a copy, or use the unmask that wrote it"
+        ) from None
 
 
 def weights_hash(network: nn.Module) -> str:

@@ -176,6 +176,10 @@ class Task(ABC):
     def check(self) -> None:
         """Raise UserError where the examples break the contract in a way that would fail only later."""
         examples = self.examples(torch.arange(2), "train")
+        if not isinstance(examples, Examples):
+            raise UserError(
+                f"task {self.name}: examples() must return unmask.tasks.task.Examples, not {examples!r:.60}"
+            )
         expected = [2, self.length]
         for field in ("tokens", "response", "attention_mask"):
             if (shape := list(getattr(examples, field).shape)) != expected:

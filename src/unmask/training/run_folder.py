@@ -60,7 +60,7 @@ def locked(out: Path) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             stack.enter_context(files.locked(out))
-        except OSError:
+        except BlockingIOError:
             busy = f"another process is training into {out}: wait for it, or give another --out"
             raise RunFolderError(busy) from None
         yield

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unmask.errors import UserError
 from unmask.recipe import Optimisation
 from unmask.training.checkpoint import Checkpoint, CheckpointError
 from unmask.training.collapse import CollapseGuard
@@ -99,7 +100,7 @@ class StageState:
                 copy_into(self.average.values, parts["average"])
             if self.baseline is not None:
                 copy_into(self.baseline.state(), parts.get("baseline", {}))
-        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        except UserError as error:
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} does not fit the recipe ({str(error).splitlines()[0]}): "
                 "give the recipe of the run, or --force to begin anew"
