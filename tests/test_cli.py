@@ -110,26 +110,24 @@ def test_a_recipe_for_a_gpu_runs_on_the_cpu_and_warns(base, call, tmp_path):
     assert "GPU" not in call("train", base / "tiny.toml", "--out", tmp_path / "plain", "--cpu")[2]
 
 
-@pytest.mark.parametrize(
-    ("stage", "options", "expected"),
-    [
+def test_a_full_gpu(base, refused, tmp_path, monkeypatch):
+    """One line: which micro-batch to try, and that the run goes on."""
+    for stage, options, expected in [
         ("denoise", [], "micro-batches of 8 sequences: run the same command with --set denoise.accumulate=2"),
         ("order", ["order.accumulate=2"], "of 2 sequences: run the same command with --set order.accumulate=4"),
         ("order", ["order.accumulate=4"], "out of GPU memory with one sequence at a time: use a smaller model"),
-    ],
-)
-def test_a_full_gpu(base, refused, tmp_path, monkeypatch, stage, options, expected):
-    """One line: which micro-batch to try, and that the run goes on."""
-    objective = {"denoise": "DenoiseObjective", "order": "OrderObjective"}[stage]
+    ]:
+        objective = {"denoise": "DenoiseObjective", "order": "OrderObjective"}[stage]
 
-    def full(self, *args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        def full(self, *args, **kwargs):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(f"unmask.training.objectives.{objective}.forward", full)
-    sets = [word for option in options for word in ("--set", option)]
-    message = refused("train", base / "tiny.toml", "--out", tmp_path / "run", *sets)
-    assert expected in message
-    assert ("resumes from its last checkpoint" in message) == ("one sequence at a time" not in expected)
+        sets = [word for option in options for word in ("--set", option)]
+        with monkeypatch.context() as patched:
+            patched.setattr(f"unmask.training.objectives.{objective}.forward", full)
+            message = refused("train", base / "tiny.toml", "--out", tmp_path / f"{stage}{options}", *sets)
+        assert expected in message
+        assert ("resumes from its last checkpoint" in message) == ("one sequence at a time" not in expected)
 
 
 def test_a_gpu_recipe_on_a_cpu_without_bf16(base, call, tmp_path, monkeypatch):
@@ -189,12 +187,12 @@ WRONG_TRAINING = {
 }
 
 
-@pytest.mark.parametrize(("options", "expected"), WRONG_TRAINING.values(), ids=WRONG_TRAINING.keys())
-def test_a_recipe_that_cannot_be_trained(base, refused, run, options, expected):
+def test_a_recipe_that_cannot_be_trained(base, refused, run):
     """One line, and not even --force costs the run that was there."""
     before = contents(run)
-    assert expected in refused("train", base / "tiny.toml", "--out", run, "--force", *options)
-    assert contents(run) == before
+    for what, (options, expected) in WRONG_TRAINING.items():
+        assert expected in refused("train", base / "tiny.toml", "--out", run, "--force", *options), what
+        assert contents(run) == before, what
 
 
 def test_unknown_recipes(refused, tmp_path):
@@ -227,15 +225,17 @@ def test_a_missing_run(refused, tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "recipe.json"])
-def test_a_half_written_run(refused, run, missing):
-    (run / missing).unlink()
-    before = contents(run)
-    for command in list(READERS.values())[:3]:
-        message = refused(command[0], run, *command[1:])
-        assert missing in message
-        assert "from a copy" in message
-    assert contents(run) == before
+def test_a_half_written_run(refused, run):
+    for missing in ("config.json", "model.safetensors", "recipe.json"):
+        whole = (run / missing).read_bytes()
+        (run / missing).unlink()
+        before = contents(run)
+        for command in list(READERS.values())[:3]:
+            message = refused(command[0], run, *command[1:])
+            assert missing in message
+            assert "from a copy" in message
+        assert contents(run) == before
+        (run / missing).write_bytes(whole)
 
 
 def test_a_run_of_another_version(refused, run):
@@ -321,11 +321,10 @@ WRONG_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("command", "expected"), WRONG_OPTIONS.values(), ids=WRONG_OPTIONS.keys())
-def test_wrong_options(refused, run, command, expected):
+def test_wrong_options(refused, run):
     before = contents(run)
-    message = refused(*(run if part == "{run}" else part for part in command))
-    assert expected in message
+    for what, (command, expected) in WRONG_OPTIONS.items():
+        assert expected in refused(*(run if part == "{run}" else part for part in command)), what
     assert contents(run) == before
 
 
@@ -359,6 +358,7 @@ def test_help(call):
     for command in ("demo", "train", "evaluate", "report", "policies", "sample"):
         assert command in text
     assert call("sample", "--help")[0] == 0
+    assert call("--version")[:2] == (0, f"{unmask.__version__}\n")
     assert "the recipe's [saving] says" in " ".join(call("train", "--help")[1].split())
 
 
@@ -391,10 +391,6 @@ def test_an_interrupt_is_one_line(monkeypatch, call, base):
     assert code == 130
     assert err.startswith("unmask: interrupted")
     assert len(err.splitlines()) == 1
-
-
-def test_the_version(call):
-    assert call("--version")[:2] == (0, f"{unmask.__version__}\n")
 
 
 # --- evaluate ---------------------------------------------------------------------------------------------------------
@@ -442,7 +438,7 @@ def test_the_library_evaluates_as_the_command_line_does(base, run):
     assert alone[0].spec.model == records[0].spec.model == "1x16"
     with pytest.raises(UserError, match="a model is evaluated on a task: give one"):
         unmask.evaluate(model)
-    with pytest.raises(UserError, match="a run has a task of its own"):
+    with pytest.raises(UserError, match="a run has its own task"):
         unmask.evaluate(run, task)
 
 
@@ -825,13 +821,15 @@ def test_a_bound_is_replaced_whole_and_its_damage_is_noticed(call, refused, run,
     assert "bound.json is damaged" in refused("report", run)
 
 
-@pytest.mark.parametrize("name", ["results.jsonl", "verdicts.jsonl"])
-def test_evaluate_writes_through_no_link_that_leads_out(refused, run, tmp_path, name):
-    outside = (run / name).rename(tmp_path / name)
-    (run / name).symlink_to(outside)
-    before = contents(tmp_path)
-    assert f"{name} is a link that leads out of its folder" in refused("evaluate", run, "--again", "--examples", "3")
-    assert contents(tmp_path) == before
+def test_evaluate_writes_through_no_link_that_leads_out(refused, run, tmp_path):
+    for name in ("results.jsonl", "verdicts.jsonl"):
+        outside = (run / name).rename(tmp_path / name)
+        (run / name).symlink_to(outside)
+        before = contents(tmp_path)
+        message = refused("evaluate", run, "--again", "--examples", "3")
+        assert f"{name} is a link that leads out of its folder" in message
+        assert contents(tmp_path) == before
+        outside.replace(run / name)
 
 
 # --- sample -----------------------------------------------------------------------------------------------------------
@@ -938,15 +936,15 @@ def test_names_that_steer_a_terminal_are_written_out(call, refused, run):
     assert r"\x1b]0;owned" in refused("sample", hostile / "nowhere")
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_any_encoding_will_do(monkeypatch, call, run, encoding):
-    for command in ("evaluate", "sample", "report"):
+def test_any_encoding_will_do(monkeypatch, call, run):
+    shown_by = {"evaluate": "0.000-", "sample": " mask", "report": "report: "}
+    for command, encoding in [("evaluate", "ascii"), ("sample", "ascii"), ("sample", "latin-1"), ("report", "ascii")]:
         with monkeypatch.context() as patched:
             patched.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
             code, _, err = call(command, run)
             shown = sys.stdout.buffer.getvalue().decode(encoding)
         assert code == 0, err
-        assert {"evaluate": "0.000-", "sample": " mask", "report": "report: "}[command] in shown
+        assert shown_by[command] in shown
 
 
 def test_report_of_several_runs(base, call, tmp_path):

@@ -10,19 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, BadParameter, Exit, Option, Typer
 
 import unmask
 from unmask.display import accept_any_character, say
 from unmask.errors import UserError
-from unmask.recipe import MOST_EXAMPLES, MOST_STEPS, known_recipes, load_recipe
-from unmask.studies.study import known_studies
+from unmask.files import write_text
+from unmask.recipe import MOST_EXAMPLES, MOST_STEPS, known_recipes, known_studies, load_recipe
 
 if TYPE_CHECKING:
     from unmask.evaluation.records import Record
     from unmask.recipe import Recipe
 
-app = typer.Typer(
+app = Typer(
     help="Learn the order in which a masked diffusion model writes, and compare it with other unmasking rules.",
     no_args_is_help=True,
     add_completion=False,
@@ -30,41 +30,38 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-recipes = typer.Typer(help="Look at recipes.", no_args_is_help=True)
+recipes = Typer(help="Look at recipes.", no_args_is_help=True)
 app.add_typer(recipes, name="recipe")
 
 Force = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--force", help="Replace an existing run folder; it is kept as NAME.replaced until the new run is finished."
     ),
 ]
-Cpu = Annotated[bool, typer.Option("--cpu", help="Stay on the CPU even where a GPU is present.")]
-Run = Annotated[Path, typer.Argument(help="Folder of a finished run.", show_default=False)]
+Cpu = Annotated[bool, Option("--cpu", help="Stay on the CPU even where a GPU is present.")]
+Run = Annotated[Path, Argument(help="Folder of a finished run.", show_default=False)]
 
 TrustTask = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--trust-task",
         help="Import the task and the rules of your own that the run's recipe names, which runs their code.",
     ),
 ]
 Split = Annotated[
-    str | None,
-    typer.Option(help="The held-out split, where the task has several.", show_default="the recipe's"),
+    str | None, Option(help="The held-out split, where the task has several.", show_default="the recipe's")
 ]
-RecipeName = Annotated[
-    str, typer.Argument(help=f"A TOML file, or one that comes with unmask: {', '.join(known_recipes())}.")
-]
+RecipeName = Annotated[str, Argument(help=f"A TOML file, or one that comes with unmask: {', '.join(known_recipes())}.")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="Override a value: --set order.budget=3. May be repeated.")
+    list[str] | None, Option("--set", help="Override a value: --set order.budget=3. May be repeated.")
 ]
 
-TopP = Annotated[float, typer.Option(help="Sample among the fewest tokens that hold this much of the mass.")]
-TopK = Annotated[int, typer.Option(help="Sample among this many most probable tokens; 0: all.")]
+TopP = Annotated[float, Option(help="Sample among the fewest tokens that hold this much of the mass.")]
+TopK = Annotated[int, Option(help="Sample among this many most probable tokens; 0: all.")]
 
 # What typer raises for an unknown command or option and for a missing or wrong value; its home differs by version.
-UsageError: Any = typer.BadParameter.__base__
+UsageError: Any = BadParameter.__base__
 
 
 def main(arguments: list[str] | None = None, interrupted: Callable[[], bool] = lambda: False) -> None:
@@ -119,22 +116,20 @@ def _out_of_memory(error: Exception) -> str:
 def _version(wanted: bool) -> None:
     if wanted:
         say(unmask.__version__)
-        raise typer.Exit
+        raise Exit
 
 
 @app.callback()
 def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     """Learn the order in which a masked diffusion model writes, and compare it with other unmasking rules."""
 
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Run folder to write.")] = Path("runs/demo"),
-    seed: Annotated[int, typer.Option(help="Seed of everything: the puzzle, its examples, training, sampling.")] = 0,
+    out: Annotated[Path, Option(help="Run folder to write.")] = Path("runs/demo"),
+    seed: Annotated[int, Option(help="Seed of everything: the puzzle, its examples, training, sampling.")] = 0,
     force: Force = False,
 ) -> None:
     """Learn an order on a small puzzle and compare it: a minute or two on a laptop CPU.
@@ -157,7 +152,7 @@ def demo(
     if reasons := why_not_won(records):
         for reason in reasons:
             say(f"unmask: the learned order did NOT win: {reason}", err=True)
-        raise typer.Exit(1)
+        raise Exit(1)
     say("The learned order wins at the same number of steps.")
 
 
@@ -170,11 +165,11 @@ def show(recipe: RecipeName, set_: Overrides = None) -> None:
 @app.command()
 def train(
     recipe: RecipeName,
-    out: Annotated[Path, typer.Option(help="Run folder to write.")],
+    out: Annotated[Path, Option(help="Run folder to write.")],
     set_: Overrides = None,
     force: Force = False,
     allow_change: Annotated[
-        bool, typer.Option("--allow-change", help="Continue an unfinished run with a recipe that differs from its own.")
+        bool, Option("--allow-change", help="Continue an unfinished run with a recipe that differs from its own.")
     ] = False,
     cpu: Cpu = False,
 ) -> None:
@@ -193,7 +188,7 @@ def train(
         train_run(wanted, out, force=force, cpu=cpu, allow_change=allow_change)
     except Stopped as stopped:
         _refuse(str(stopped), force)
-        raise typer.Exit(75) from None  # EX_TEMPFAIL: try again
+        raise Exit(75) from None  # EX_TEMPFAIL: try again
     except torch.OutOfMemoryError:
         raise UserError(_smaller_batches(wanted, out)) from None
     if _is_main():
@@ -219,19 +214,18 @@ def _smaller_batches(recipe: Recipe, out: Path) -> str:
 def evaluate(
     run: Run,
     policy: Annotated[
-        list[str] | None,
-        typer.Option(help="A rule, see `unmask policies`; may be repeated.", show_default="the recipe's"),
+        list[str] | None, Option(help="A rule, see `unmask policies`; may be repeated.", show_default="the recipe's")
     ] = None,
     steps: Annotated[
         list[int] | None,
-        typer.Option(
+        Option(
             help="Budget of steps; may be repeated.",
             show_default="the recipe's, and what a comparison at the learned order's steps needs",
         ),
     ] = None,
     against: Annotated[
         list[Path] | None,
-        typer.Option(
+        Option(
             help="Also run the heuristics at the budgets that a comparison with the order of this run needs; it must "
             "have been learned on the same denoiser, and evaluated. May be repeated.",
             show_default=False,
@@ -239,34 +233,33 @@ def evaluate(
     ] = None,
     split: Split = None,
     examples: Annotated[
-        int | None, typer.Option(min=1, max=MOST_EXAMPLES, help="Held-out examples.", show_default="the recipe's")
+        int | None, Option(min=1, max=MOST_EXAMPLES, help="Held-out examples.", show_default="the recipe's")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.", show_default="the recipe's")] = None,
+    temperature: Annotated[float | None, Option(min=0, help="0 is greedy.", show_default="the recipe's")] = None,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     guidance: Annotated[
-        float, typer.Option(help="Weight of classifier-free guidance: a second pass, with the prompt masked.")
+        float, Option(help="Weight of classifier-free guidance: a second pass, with the prompt masked.")
     ] = 0.0,
     min_length: Annotated[
-        int, typer.Option(help="Forbid the end of sequence at this many first positions of the response.")
+        int, Option(help="Forbid the end of sequence at this many first positions of the response.")
     ] = 0,
     stop_at_eos: Annotated[
-        bool, typer.Option("--stop-at-eos", help="Finish a sequence when all its masks lie behind an end of sequence.")
+        bool, Option("--stop-at-eos", help="Finish a sequence when all its masks lie behind an end of sequence.")
     ] = False,
     seed: Annotated[
-        int | None,
-        typer.Option(min=-(2**63), max=2**63 - 1, help="Seed of the sampling.", show_default="the recipe's"),
+        int | None, Option(min=-(2**63), max=2**63 - 1, help="Seed of the sampling.", show_default="the recipe's")
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Evaluate again what has been evaluated already.")] = False,
+    again: Annotated[bool, Option("--again", help="Evaluate again what has been evaluated already.")] = False,
     compile: Annotated[
-        bool, typer.Option("--compile", help="Fixed shapes and torch.compile, on CUDA as graphs: for many examples.")
+        bool, Option("--compile", help="Fixed shapes and torch.compile, on CUDA as graphs: for many examples.")
     ] = False,
     bf16: Annotated[
-        bool, typer.Option("--bf16", help="The denoiser's trunk in bfloat16, scores in float32: faster on a GPU.")
+        bool, Option("--bf16", help="The denoiser's trunk in bfloat16, scores in float32: faster on a GPU.")
     ] = False,
-    bound: Annotated[bool, typer.Option("--bound", help="The held-out bound instead, in nats per token.")] = False,
+    bound: Annotated[bool, Option("--bound", help="The held-out bound instead, in nats per token.")] = False,
     trajectories: Annotated[
-        int, typer.Option(min=1, max=10_000, help="Trajectories per sequence and time, with --bound.")
+        int, Option(min=1, max=10_000, help="Trajectories per sequence and time, with --bound.")
     ] = 8,
     trust_task: TrustTask = False,
     cpu: Cpu = False,
@@ -293,6 +286,8 @@ def evaluate(
 
 def _evaluate(run: Path, trust_task: bool = False, **options: Any) -> list[Record]:
     """Evaluate a run and print the tables."""
+    from rich.console import Console
+
     from unmask.evaluation.plan import evaluate
     from unmask.report.tables import caption, result_tables, title
     from unmask.training.run import load_task
@@ -301,21 +296,18 @@ def _evaluate(run: Path, trust_task: bool = False, **options: Any) -> list[Recor
     if _is_main():
         recipe, task = load_task(run, trust_task)
         split = f", {records[0].spec.split}" if len(task.held_out_splits) > 1 else ""
-        _print(*result_tables(records, title(run, task) + split, caption(recipe, records)))
+        tables = result_tables(records, title(run, task) + split, caption(recipe, records))
+        Console(highlight=False).print(*tables, sep="\n")
     return records
 
 
 def _evaluate_bound(run: Path, **options: Any) -> None:
+    from rich.console import Console
+
     from unmask.evaluation.bound import evaluate_run_bound
     from unmask.report.tables import bound_table
 
-    _print(bound_table(evaluate_run_bound(run, **options), run.resolve().name))
-
-
-def _print(*tables: Any) -> None:
-    from rich.console import Console
-
-    Console(highlight=False).print(*tables, sep="\n")
+    Console(highlight=False).print(bound_table(evaluate_run_bound(run, **options), run.resolve().name))
 
 
 def _is_main() -> bool:
@@ -325,26 +317,23 @@ def _is_main() -> bool:
 
 @app.command()
 def reproduce(
-    study: Annotated[
-        str, typer.Argument(help=f"A TOML file, or one that comes with unmask: {', '.join(known_studies())}.")
-    ],
-    out: Annotated[Path, typer.Option(help="Folder to write: one for each run, and results.")],
+    study: Annotated[str, Argument(help=f"A TOML file, or one that comes with unmask: {', '.join(known_studies())}.")],
+    out: Annotated[Path, Option(help="Folder to write: one for each run, and results.")],
     stage: Annotated[
         list[str] | None,
-        typer.Option(help="Only this: a run, all seeds of one, or a split. May be repeated.", show_default="all"),
+        Option(help="Only this: a run, all seeds of one, or a split. May be repeated.", show_default="all"),
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Override a value of every recipe: task.folder=DATA; of one: NAME:order.updates=9."),
+        Option("--set", help="Override a value of every recipe: task.folder=DATA; of one: NAME:order.updates=9."),
     ] = None,
     jobs: Annotated[
         int,
-        typer.Option(
-            min=1,
-            help="Stages at once, for small runs on a GPU; with more than one, each writes to a log in OUT/logs.",
+        Option(
+            min=1, help="Stages at once, for small runs on a GPU; with more than one, each writes to a log in OUT/logs."
         ),
     ] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and do nothing.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the commands and do nothing.")] = False,
     cpu: Cpu = False,
 ) -> None:
     """Run a whole experiment: one command per stage, each of them once.
@@ -355,7 +344,7 @@ def reproduce(
     from unmask.studies.study import Reproduction, load_study
 
     started = time.perf_counter()
-    whole = Reproduction(*load_study(study), out, set_ or [], cpu, say=say, jobs=jobs)
+    whole = Reproduction(*load_study(study), out, set_ or [], cpu, jobs)
     if dry_run:
         for command in whole.commands(stage or []):
             say(command)
@@ -366,7 +355,7 @@ def reproduce(
         whole.run(stage or [])
     except Stopped as stopped:
         _refuse(str(stopped))
-        raise typer.Exit(75) from None
+        raise Exit(75) from None
     say(f"records: {whole.records}   ({time.perf_counter() - started:.0f} s)")
 
 
@@ -374,14 +363,11 @@ def reproduce(
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Folders of evaluated runs; with --markdown the folder of records.", show_default=False),
+        Argument(help="Folders of evaluated runs; with --markdown the folder of records.", show_default=False),
     ],
-    out: Annotated[
-        Path | None, typer.Option(help="The page to write.", show_default="report.html in the first run")
-    ] = None,
+    out: Annotated[Path | None, Option(help="The page to write.", show_default="report.html in the first run")] = None,
     markdown: Annotated[
-        Path | None,
-        typer.Option(help="Write all tables and plots of a folder of records to this Markdown page instead."),
+        Path | None, Option(help="Write all tables and plots of a folder of records to this Markdown page instead.")
     ] = None,
     trust_task: TrustTask = False,
 ) -> None:
@@ -428,33 +414,30 @@ def sample(
     run: Run,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="A rule, see `unmask policies`; may be repeated.", show_default="learned if there is one"),
+        Option(help="A rule, see `unmask policies`; may be repeated.", show_default="learned if there is one"),
     ] = None,
     steps: Annotated[
-        int | None,
-        typer.Option(min=1, max=MOST_STEPS, help="Budget of steps.", show_default="the learned budget, or 4"),
+        int | None, Option(min=1, max=MOST_STEPS, help="Budget of steps.", show_default="the learned budget, or 4")
     ] = None,
-    num: Annotated[int, typer.Option(min=1, max=MOST_EXAMPLES, help="How many examples.")] = 4,
+    num: Annotated[int, Option(min=1, max=MOST_EXAMPLES, help="How many examples.")] = 4,
     example: Annotated[
         list[int] | None,
-        typer.Option(
-            min=0, max=2**63 - 1, help="The number of an example; may be repeated.", show_default="the first ones"
-        ),
+        Option(min=0, max=2**63 - 1, help="The number of an example; may be repeated.", show_default="the first ones"),
     ] = None,
     find: Annotated[
         str,
-        typer.Option(
+        Option(
             help="The first examples where the rules are, in their order, right or wrong: right,wrong.",
             show_default=False,
         ),
     ] = "",
     split: Split = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.", show_default="the recipe's")] = None,
+    temperature: Annotated[float | None, Option(min=0, help="0 is greedy.", show_default="the recipe's")] = None,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
-    seed: Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="Seed of the sampling.")] = 0,
-    trace: Annotated[bool, typer.Option("--trace", help="Print every step of the unmasking.")] = False,
-    svg: Annotated[Path | None, typer.Option(help="Draw every step as a picture, into this file.")] = None,
+    seed: Annotated[int, Option(min=-(2**63), max=2**63 - 1, help="Seed of the sampling.")] = 0,
+    trace: Annotated[bool, Option("--trace", help="Print every step of the unmasking.")] = False,
+    svg: Annotated[Path | None, Option(help="Draw every step as a picture, into this file.")] = None,
     trust_task: TrustTask = False,
 ) -> None:
     """Generate, and show what was written when: every token is coloured by the step that revealed it."""
@@ -465,24 +448,13 @@ def sample(
     if svg is not None:
         traces.check_picture(svg)
     console, found = Console(highlight=False), list[Any]()
-    for written in traces.sample(
-        run,
-        policy or [],
-        steps,
-        num,
-        example or [],
-        find,
-        split=split,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        trust_task=trust_task,
-    ):
+    options: dict[str, Any] = {"split": split, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    for written in traces.sample(run, policy or [], steps, num, example or [], find, trust_task=trust_task, **options):
         if not found:
             traces.print_legend(console, written[0])
         traces.print_writings(console, written, trace)
         found += written
     if svg is not None:
-        traces.write_picture(svg, found)
+        svg.parent.mkdir(parents=True, exist_ok=True)
+        write_text(svg, traces.picture(found))
         say(f"picture: {svg}")

@@ -356,6 +356,11 @@ def known_recipes() -> list[str]:
     return sorted(recipe.stem for recipe in recipe_folder().glob("*.toml"))
 
 
+def known_studies() -> list[str]:
+    """The names of the studies that come with unmask."""
+    return sorted(study.stem for study in (recipe_folder() / "studies").glob("*.toml"))
+
+
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe by path, or by the name of one that comes with unmask, with `key.key=value` overrides applied.
 

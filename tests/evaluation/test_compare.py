@@ -10,7 +10,6 @@ from tests.evaluation.by_hand import LEARNED, changed, heuristic
 from unmask.evaluation import compare as comparison
 from unmask.evaluation.compare import (
     RESAMPLES,
-    Area,
     area,
     at_equal_steps,
     at_most_steps,
@@ -19,7 +18,6 @@ from unmask.evaluation.compare import (
     curves,
     gains,
     next_budget,
-    paired_difference,
     why_not_won,
 )
 from unmask.evaluation.records import COMPARED
@@ -65,60 +63,48 @@ def slow_bootstrap(differences, seed):
     return differences[picked].mean(-1)
 
 
-@pytest.mark.parametrize("weight", [None, 0.3], ids=["verdicts", "interpolated"])
-def test_the_bootstrap_is_that_of_the_definition(weight):
-    """The same interval as by resampling examples, to the accuracy of 10,000 resamples."""
+def paired(first, second, seed=0):
+    """The difference of two rules on the same examples."""
+    return crossed_difference(1.0 * first[None] - second, seed)
+
+
+def test_the_bootstrap_is_that_of_the_definition():
+    """The same interval as by resampling examples, to the accuracy of 10,000 resamples; of interpolated scores too."""
     draws = np.random.default_rng(5)
-    first = (draws.random(120) < 0.7).astype(float)
-    second = (draws.random(120) < 0.4).astype(float)
-    if weight is not None:
-        second = (1 - weight) * second + weight * (draws.random(120) < 0.6)
-    found = paired_difference(first, second, seed=1)
-    means = slow_bootstrap(first - second, seed=2)
-    low, high = np.percentile(means, [2.5, 97.5])
-    spread = means.std()
-    assert found.mean == pytest.approx((first - second).mean(), abs=1e-12)
-    assert abs(found.low - low) < 0.12 * spread
-    assert abs(found.high - high) < 0.12 * spread
-    assert found.high - found.low > 3 * spread, "the test has power"
+    first, second, other = (1.0 * (draws.random(120) < rate) for rate in (0.7, 0.4, 0.6))
+    for scores in (second, 0.7 * second + 0.3 * other):
+        found = paired(first, scores, seed=1)
+        means = slow_bootstrap(first - scores, seed=2)
+        low, high = np.percentile(means, [2.5, 97.5])
+        spread = means.std()
+        assert found.mean == pytest.approx((first - scores).mean(), abs=1e-12)
+        assert abs(found.low - low) < 0.12 * spread
+        assert abs(found.high - high) < 0.12 * spread
+        assert found.high - found.low > 3 * spread, "the test has power"
 
 
-def test_the_bootstrap_is_paired():
+def test_the_bootstrap_is_paired_and_repeatable():
     """Two rules right on the same half differ by nothing; on opposite halves by a lot, though each scores the same."""
     half = np.array([1.0, 0.0] * 50)
-    assert paired_difference(half, half) == (0, 0, 0)
-    mean, low, high = paired_difference(half, 1 - half)
+    assert paired(half, half) == (0, 0, 0)
+    mean, low, high = paired(half, 1 - half)
     assert mean == 0
     assert -0.25 < low < -0.15
     assert 0.15 < high < 0.25
-
-
-def test_equal_differences_leave_no_width():
-    assert paired_difference(np.ones(30), np.zeros(30)) == (1, 1, 1)
-    mean, low, high = paired_difference(np.full(30, 0.9), np.full(30, 0.4))
-    assert (low, high) == pytest.approx((mean, mean), abs=1e-12)
-
-
-def test_the_bootstrap_is_repeatable():
-    draws = np.random.default_rng(0)
-    first, second = draws.random(5000) < 0.6, draws.random(5000) < 0.5
-    assert paired_difference(first, second, seed=3) == paired_difference(first, second, seed=3)
-    assert paired_difference(first, second, seed=3) != paired_difference(first, second, seed=4)
+    mean, low, high = paired(np.full(30, 0.9), np.full(30, 0.4))
+    assert (low, high) == pytest.approx((mean, mean), abs=1e-12), "equal differences leave no width"
+    first, second = np.random.default_rng(0).random((2, 5000)) < [[0.6], [0.5]]
+    assert paired(first, second, seed=3) == paired(first, second, seed=3) != paired(first, second, seed=4)
 
 
 def test_the_bootstrap_of_scores_that_all_differ_stays_in_memory():
     """Every difference distinct: the resamples are drawn in parts, and there are still 10,000 of them."""
     scores = np.random.default_rng(0).normal(size=800)
-    mean, low, high = paired_difference(scores, np.zeros(800))
+    mean, low, high = paired(scores, np.zeros(800))
     error = scores.std() / math.sqrt(800)
     assert low == pytest.approx(mean - 1.96 * error, abs=0.1 * error)
     assert high == pytest.approx(mean + 1.96 * error, abs=0.1 * error)
     assert RESAMPLES == 10_000
-
-
-def test_scores_of_other_examples_are_not_paired():
-    with pytest.raises(ValueError, match="of the same examples, got 3 and 4"):
-        paired_difference(np.ones(3), np.ones(4))
 
 
 # --- at equal steps ---------------------------------------------------------------------------------------------------
@@ -133,12 +119,12 @@ def test_interpolation_between_floor_and_ceiling():
     assert found.missing == ""
 
 
-@pytest.mark.parametrize("mean_steps", [2, 2 + 1e-12, 2 - 1e-12])
-def test_a_whole_number_of_steps_is_one_record(mean_steps):
+def test_a_whole_number_of_steps_is_one_record():
     curve = [result(budget=1, valid="10000000"), result(budget=2, valid="11110000"), result(budget=3, valid="11111111")]
-    assert at_equal_steps(mean_steps, curve).score == pytest.approx(0.5)
-    alone = at_equal_steps(mean_steps, curve[1:2])
-    assert (alone.score, alone.missing) == (0.5, "")
+    for mean_steps in (2, 2 + 1e-12, 2 - 1e-12):
+        assert at_equal_steps(mean_steps, curve).score == pytest.approx(0.5)
+        alone = at_equal_steps(mean_steps, curve[1:2])
+        assert (alone.score, alone.missing) == (0.5, "")
 
 
 def test_a_rule_that_takes_other_steps_than_its_budget_is_read_along_its_own():
@@ -161,34 +147,26 @@ def test_points_too_far_apart_are_not_interpolated():
     assert at_equal_steps(1.75, [result(budget=1), result(budget=2)]).score == 0, "one step apart is near enough"
 
 
-@pytest.mark.parametrize(
-    ("budgets", "mean_steps", "expected"),
-    [
-        ([2], 1.75, "evaluate it at 1 and 2 steps, if it can run there"),
-        ([1], 1.75, "evaluate it at 1 and 2 steps, if it can run there"),
-        ([4, 8], 2.5, "evaluate it at 2 and 3 steps, if it can run there"),
-        ([4], 5, "evaluate it at 5 and 6 steps, if it can run there"),
-    ],
-)
-def test_what_is_missing_is_said(budgets, mean_steps, expected):
-    assert at_equal_steps(mean_steps, [result(budget=budget) for budget in budgets]).missing == expected
+def test_what_is_missing_is_said():
+    for budgets, mean_steps, first in [([2], 1.75, 1), ([1], 1.75, 1), ([4, 8], 2.5, 2), ([4], 5, 5)]:
+        missing = at_equal_steps(mean_steps, [result(budget=budget) for budget in budgets]).missing
+        assert missing == f"evaluate it at {first} and {first + 1} steps, if it can run there"
+    adaptive = [result("threshold", budget, steps=[3] * E) for budget in (4, 16)]  # three steps whatever its budget
+    assert at_equal_steps(5.5, adaptive).missing == "takes 3.00 steps at a budget of 16"
 
 
-@pytest.mark.parametrize(
-    ("taken", "budget"),
-    [
+def test_the_budget_that_is_missing():
+    """At 1.75 steps."""
+    for taken, expected in [
         ({1: 1, 2: 2}, None),  # nothing is missing
         ({1: 1, 2: 1.7}, 3),  # a little less than its budget
         ({1: 1, 2: 1.7, 5: 3}, 3),
         ({1: 1, 4: 1.7, 9: 3}, 5),  # much less
         ({1: 1, 2: 1.5, 4: 1.7}, None),  # it ends before: with 4 it could have taken more
         ({2: 2, 3: 3}, None),  # no smaller budget was run
-    ],
-)
-def test_the_budget_that_is_missing(taken, budget):
-    """At 1.75 steps."""
-    curve = [result(budget=budget, steps=[steps] * E) for budget, steps in taken.items()]
-    assert next_budget(1.75, curve) == budget
+    ]:
+        curve = [result(budget=budget, steps=[steps] * E) for budget, steps in taken.items()]
+        assert next_budget(1.75, curve) == expected
 
 
 def test_a_rule_a_little_below_its_budget_needs_one_step_more():
@@ -196,12 +174,6 @@ def test_a_rule_a_little_below_its_budget_needs_one_step_more():
     iid = [result("iid", 1), result("iid", 2, steps=[1] + [2] * 7)]
     assert at_equal_steps(2, iid).missing == "evaluate it at 2 and 3 steps, if it can run there"
     assert at_equal_steps(2, [*iid, result("iid", 3, "11111111", steps=[2, 3] * 4)]).score == pytest.approx(0.2)
-
-
-def test_a_rule_that_never_takes_so_many_steps_says_so():
-    """An adaptive rule stops at 3.00 steps whatever its budget: evaluating it at more would not help."""
-    curve = [result("threshold", budget, steps=[3] * E) for budget in (4, 16)]
-    assert at_equal_steps(5.5, curve).missing == "takes 3.00 steps at a budget of 16"
 
 
 def test_of_points_with_the_same_mean_the_smallest_budget_counts():
@@ -227,8 +199,7 @@ def test_a_comparison_by_hand():
     one, two, four = result(budget=1, valid="10000000"), result(budget=2, valid="11110000"), result(budget=4)
     (found,) = compare([four, order, two, one])
     assert (found.learned, found.policy, found.learned.mean_steps) == (order, "margin", 1.75)
-    assert found.score == pytest.approx(13 / 32)
-    assert found.difference == pytest.approx(24 / 32 - 13 / 32)
+    assert found.equal.score == pytest.approx(13 / 32)
     assert found.at_floor is one
     assert found.at_maximum is two
     differences = np.array([1, 1, 1, 1, 1, 1, 0, 0]) - np.array([1, 0.75, 0.75, 0.75, 0, 0, 0, 0])
@@ -247,7 +218,7 @@ def test_without_verdicts_there_is_a_score_and_no_interval():
     curve = [result(budget=1, valid="10000000"), result(budget=2, valid="11110000")]
     for kept in ([without_verdicts(learned()), *curve], [learned(), without_verdicts(curve[0]), curve[1]]):
         (found,) = compare(kept)
-        assert found.score == pytest.approx(13 / 32)
+        assert found.equal.score == pytest.approx(13 / 32)
         assert found.interval is None
 
 
@@ -274,24 +245,23 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("field", OTHER)
-def test_nothing_is_compared_across_tasks_and_token_choices(field):
+def test_nothing_is_compared_across_tasks_and_token_choices():
     """Not with the learned order, not between the two ends of an interpolation, not in one area."""
     assert set(OTHER) == set(COMPARED)
-    change = {field: OTHER[field]}
     one, two = result(budget=1), result(budget=2, valid="11110000")
-    both = [changed(record, **change) for record in (one, two)]
-    assert compare([learned(), *both]) == []
-    (found,) = compare([learned(), one, both[1]])
-    assert found.score is None
-    assert (found.at_floor, found.at_maximum) == (one, None)
-    assert [area(curve) for curve in curves([one, both[1]])] == [None, None]
+    for field, value in OTHER.items():
+        both = [changed(record, **{field: value}) for record in (one, two)]
+        assert compare([learned(), *both]) == [], field
+        (found,) = compare([learned(), one, both[1]])
+        assert found.equal.score is None, field
+        assert (found.at_floor, found.at_maximum) == (one, None), field
+        assert [area(curve) for curve in curves([one, both[1]])] == [None, None], field
 
 
 def test_a_rule_on_two_denoisers_is_two_rules():
     """Never one end of an interpolation from one denoiser and the other end from another."""
     one, two = result(budget=1), result(budget=2, denoiser="ba9876543210")
-    assert [c.score for c in compare([learned(), one, two])] == [None, None]
+    assert [c.equal.score for c in compare([learned(), one, two])] == [None, None]
 
 
 def test_an_order_meets_only_rules_on_the_denoiser_that_it_names():
@@ -325,7 +295,7 @@ def test_orders_and_examples_are_both_resampled():
     assert found.mean == pytest.approx(differences.mean(), abs=1e-12)
     assert abs(found.low - low) < 0.15 * means.std()
     assert abs(found.high - high) < 0.15 * means.std()
-    alone = paired_difference(differences.mean(0), np.zeros(150))
+    alone = paired(differences.mean(0), np.zeros(150))
     assert found.high - found.low > 1.2 * (alone.high - alone.low)
 
 
@@ -376,11 +346,10 @@ def test_neighbouring_budgets_are_neighbours():
     assert at_equal_steps(2.5, [further[0], further[2]]).score is None
 
 
-@pytest.mark.parametrize("steps", [2, 3])
-def test_a_rule_that_ends_early_is_known_at_whole_steps_too(steps):
-    early = [result("factor:1", budget, "11111110", [1] * E) for budget in (steps, steps + 1)]
-    assert at_most_steps(float(steps), early)[1] == 1.0
-    assert at_most_steps(float(steps), early[:1])[0].score is None, "it had no more"
+def test_a_rule_that_ends_early_is_known_at_whole_steps_too():
+    early = [result("factor:1", budget, "11111110", [1] * E) for budget in (2, 3)]
+    assert at_most_steps(2.0, early)[1] == 1.0
+    assert at_most_steps(2.0, early[:1])[0].score is None, "it had no more"
 
 
 # --- the area ---------------------------------------------------------------------------------------------------------
@@ -389,22 +358,14 @@ def test_a_rule_that_ends_early_is_known_at_whole_steps_too(steps):
 def test_an_area_by_hand():
     """Steps 1, 2, 4 with scores 1/8, 1/2, 1: trapezoids of 5/16 and 3/2, over a width of 3."""
     curve = [result(budget=4, valid="1" * 8), result(budget=1, valid="10000000"), result(budget=2, valid="11110000")]
-    assert area(curve) == pytest.approx(Area((5 / 16 + 3 / 2) / 3, 1, 4))
-
-
-def test_the_area_of_a_constant_is_the_constant():
-    assert area([result(budget=budget, valid="11110000") for budget in (1, 3, 17)]).score == pytest.approx(0.5)
-
-
-def test_an_area_needs_two_different_points():
-    assert area([result(budget=2)]) is None
-    assert area([result(budget=2), result(budget=50, valid="1" * 8, steps=[2] * E)]) is None
+    assert area(curve) == pytest.approx(((5 / 16 + 3 / 2) / 3, 1, 4))
 
 
 def test_of_an_area_too_the_smallest_budget_counts():
     """A budget beyond the response takes no more steps: it adds nothing, in whatever order the records stand."""
     curve = [result(budget=50, steps=[4] * E), result(budget=4, valid="1" * 8), result(budget=2)]
-    assert area(curve) == area(curve[::-1]) == Area(0.5, 2, 4)
+    assert area(curve) == area(curve[::-1]) == (0.5, 2, 4)
+    assert area(curve[:2]) is None, "two points at the same steps are one"
 
 
 @pytest.mark.parametrize(("spread", "least"), [(0.0, 0.94), (0.03, 0.9)])

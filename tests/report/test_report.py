@@ -21,23 +21,8 @@ from unmask.evaluation.records import append_records, read_records, record_lines
 from unmask.evaluation.verdicts import Verdicts
 from unmask.jsonl import ResultsError
 from unmask.report.html import Section, together, write_html
-from unmask.report.plots import (
-    COLOURS,
-    ORDER_LOOKS,
-    colours_of,
-    order_picture,
-    pictured,
-    shared_plot,
-)
-from unmask.report.tables import (
-    area_table,
-    bound_table,
-    columns,
-    comparison_table,
-    notes,
-    ordered,
-    result_tables,
-)
+from unmask.report.plots import COLOURS, ORDER_LOOKS, colours_of, order_picture, pictured, shared_plot
+from unmask.report.tables import area_table, bound_table, columns, comparison_table, notes, ordered, result_tables
 from unmask.report.tables import record_table as table
 
 RECORDS = [
@@ -94,11 +79,6 @@ def test_of_the_same_evaluation_the_last_stands(tmp_path):
     assert [record.outcome.score for record in found if record.spec.policy == "learned"] == [0.5]
 
 
-def test_another_evaluation_stands_beside_it(tmp_path):
-    append_records(tmp_path / "results.jsonl", [LEARNED, changed(LEARNED, seed=1)])
-    assert len(read_records(tmp_path / "results.jsonl")) == 2
-
-
 def line_with(**values):
     return json.dumps({**dataclasses.asdict(record_lines([LEARNED])[0]), **values})
 
@@ -107,9 +87,8 @@ SPEC = dataclasses.asdict(LEARNED.spec)
 WITHOUT_SEED = {name: value for name, value in SPEC.items() if name != "seed"}
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
+def test_a_damaged_line_is_named_by_its_number(tmp_path):
+    for line, expected in [
         ('{"task": "gro', "not a JSON object"),
         ("", "not a JSON object"),
         ("[1, 2]", "must be a table"),
@@ -117,20 +96,19 @@ WITHOUT_SEED = {name: value for name, value in SPEC.items() if name != "seed"}
         (line_with(spec=WITHOUT_SEED), "'seed' is missing"),
         (line_with(spec={**SPEC, "seed": "0"}), "spec.seed must be a whole number"),
         (line_with(spec={**SPEC, "seed": 1}), "the key is not that of the spec"),
-    ],
-)
-def test_a_damaged_line_is_named_by_its_number(tmp_path, line, expected):
-    path = tmp_path / "results.jsonl"
-    append_records(path, RECORDS[:2])
-    with path.open("a") as file:
-        file.write(line + "\n")
-    append_records(path, RECORDS[2:])
-    with pytest.raises(ResultsError) as caught:
-        read_records(path)
-    message = str(caught.value)
-    assert f"{path}, line 3:" in message
-    assert expected in message
-    assert "\n" not in message
+    ]:
+        path = tmp_path / "results.jsonl"
+        path.unlink(missing_ok=True)
+        append_records(path, RECORDS[:2])
+        with path.open("a") as file:
+            file.write(line + "\n")
+        append_records(path, RECORDS[2:])
+        with pytest.raises(ResultsError) as caught:
+            read_records(path)
+        message = str(caught.value)
+        assert f"{path}, line 3:" in message
+        assert expected in message
+        assert "\n" not in message
 
 
 def test_every_published_record_is_read():
@@ -170,9 +148,6 @@ def test_columns_of_a_record():
         "passes": "1,980",
         "denoiser": "012345",
     }
-
-
-def test_a_lack_of_diversity_is_marked():
     shown = columns(RECORDS[3], RECORDS)
     assert shown["policy"] == "iid @ 4"
     assert shown["distinct"] == "3 (!)"
@@ -223,26 +198,20 @@ def test_the_table_fits_in_80_columns():
 LONG = "blocks(32,stochastic(top-prob(confidence=sampled),0.5))"
 
 
-@pytest.mark.parametrize("width", [60, 40])
-def test_a_narrow_table_leaves_columns_out(width):
+def test_a_narrow_table_leaves_columns_out():
     """Whole ones, which the caption names; rules and scores stay readable."""
-    records = [*RECORDS, heuristic(LONG, 4, mean_steps=4.0, score=0.123, num_forwards=160_000)]
-    text = printed(table(records, "title", ""), width)
-    assert max(map(len, text.splitlines())) <= width
-    assert "…" not in text
-    lines = text.splitlines()
-    edge = lines[2].index("steps")
-    assert f"learned, T = 2{LONG} @ 4iid @ 2" in "".join(line[:edge].strip() for line in lines[4:])
-    for record in records:
-        assert re.search(rf" {record.mean_steps:.2f}  .*{record.outcome.score:.3f} ", text)
-    assert "true 99%, passes." in " ".join(text.split()).partition("No room for: ")[2]
-    assert "true 99%  " not in text
-
-
-def test_the_table_says_title_and_caption():
-    text = printed(table(RECORDS, "groups: 16 tokens", "The order was learned jointly."))
-    assert "groups: 16 tokens" in text
-    assert "The order was learned jointly." in text
+    for width in (60, 40):
+        records = [*RECORDS, heuristic(LONG, 4, mean_steps=4.0, score=0.123, num_forwards=160_000)]
+        text = printed(table(records, "title", ""), width)
+        assert max(map(len, text.splitlines())) <= width
+        assert "…" not in text
+        lines = text.splitlines()
+        edge = lines[2].index("steps")
+        assert f"learned, T = 2{LONG} @ 4iid @ 2" in "".join(line[:edge].strip() for line in lines[4:])
+        for record in records:
+            assert re.search(rf" {record.mean_steps:.2f}  .*{record.outcome.score:.3f} ", text)
+        assert "true 99%, passes." in " ".join(text.split()).partition("No room for: ")[2]
+        assert "true 99%  " not in text
 
 
 def test_square_brackets_are_no_markup():
@@ -305,8 +274,8 @@ def test_columns_of_a_comparison():
         "floor 1": "0.100",
         "max 2": "0.300",
     }
-    certain = dataclasses.replace(found, difference=-0.0123, interval=(-0.0201, 0.0049))
-    assert comparison_table([certain], [LEARNED]).rows[0][2:4] == ["-0.012", "-0.020 to +0.005"]
+    certain = found._replace(interval=(-0.0201, 0.0049))
+    assert comparison_table([certain], [LEARNED]).rows[0][2:4] == ["+0.677", "-0.020 to +0.005"]
 
 
 def test_what_cannot_be_compared_is_said_instead_of_a_number():
@@ -318,7 +287,7 @@ def test_what_cannot_be_compared_is_said_instead_of_a_number():
 
 
 def test_the_comparison_table_fits_in_80_columns():
-    long = [dataclasses.replace(c, policy="blocks(32,threshold:0.95)", interval=(-0.1, 0.1)) for c in COMPARED]
+    long = [c._replace(policy="blocks(32,threshold:0.95)", interval=(-0.1, 0.1)) for c in COMPARED]
     text = printed(comparison_table([*COMPARED, *long, *FAR], [LEARNED]))
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
@@ -386,24 +355,21 @@ def test_pictured_without_a_learned_order_is_the_smallest_budget():
     orders = [order("margin", 4), order("iid", 2), order("margin", 2), order("iid", 16)]
     assert [(o.spec.policy, o.spec.budget) for o in pictured(orders)] == [("iid", 2), ("margin", 2)]
     assert pictured([LEARNED]) == [], "its verdicts were not kept"
-
-
-def test_pictured_is_the_latest():
     latest = order("iid", steps=((1, 1, 1, 1),))
-    assert pictured([order("iid"), order(), latest])[1] is latest
+    assert pictured([order("iid"), order(), latest])[1] is latest, "of two of a rule"
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 6])
-def test_order_pictures(count):
-    orders = [order(policy) for policy in ("learned", "iid", "margin", "top-prob", "a", "b")[:count]]
-    figure = order_picture(orders, LAYOUT)
-    panels = [axes for axes in figure.axes if axes.images]
-    assert len(panels) == count
-    assert [panel.get_title() for panel in panels] == [f"{o.spec.policy}, 2 steps" for o in orders]
-    # Row 0 reveals positions 0 and 3 first; the columns are the groups' positions 0, 2, 1, 3.
-    assert panels[0].images[0].get_array().tolist() == [[0, 1, 1, 0], [1, 0, 0, 1]]
-    assert len(panels[0].lines) == 1, "a line between the two groups"
-    figure.savefig(io.BytesIO(), format="png")
+def test_order_pictures():
+    for count in (1, 6):
+        orders = [order(policy) for policy in ("learned", "iid", "margin", "top-prob", "a", "b")[:count]]
+        figure = order_picture(orders, LAYOUT)
+        panels = [axes for axes in figure.axes if axes.images]
+        assert len(panels) == count
+        assert [panel.get_title() for panel in panels] == [f"{o.spec.policy}, 2 steps" for o in orders]
+        # Row 0 reveals positions 0 and 3 first; the columns are the groups' positions 0, 2, 1, 3.
+        assert panels[0].images[0].get_array().tolist() == [[0, 1, 1, 0], [1, 0, 0, 1]]
+        assert len(panels[0].lines) == 1, "a line between the two groups"
+        figure.savefig(io.BytesIO(), format="png")
 
 
 def test_a_prompt_has_no_step():
@@ -412,22 +378,22 @@ def test_a_prompt_has_no_step():
     assert pixels.mask.tolist() == [[True, False, False, False]]
 
 
-@pytest.mark.parametrize("budget", [1, 12, 300])
-def test_order_pictures_of_any_budget(budget):
-    steps = ((0, budget - 1, budget // 2, 0),)
-    figure = order_picture([order("iid", budget, steps)], LAYOUT)
-    figure.savefig(io.BytesIO(), format="svg")
-    image = figure.axes[0].images[0]
-    first, last = image.cmap(image.norm(0)), image.cmap(image.norm(budget - 1))
-    assert (first == last) == (budget == 1)
+def test_order_pictures_of_any_budget():
+    for budget in (1, 300):
+        steps = ((0, budget - 1, budget // 2, 0),)
+        figure = order_picture([order("iid", budget, steps)], LAYOUT)
+        figure.savefig(io.BytesIO(), format="svg")
+        image = figure.axes[0].images[0]
+        first, last = image.cmap(image.norm(0)), image.cmap(image.norm(budget - 1))
+        assert (first == last) == (budget == 1)
 
 
-@pytest.mark.parametrize("records", [RECORDS[:1], [LEARNED], RECORDS], ids=["a heuristic", "an order", "several"])
-def test_score_plots(records):
-    figure = shared_plot([("", records)])
-    labels = {text.get_text() for text in figure.axes[0].get_legend().get_texts()}
-    assert labels == {record.spec.policy + (", T = 2" if record.spec.learned else "") for record in records}
-    figure.savefig(io.BytesIO(), format="png")
+def test_score_plots():
+    for records in (RECORDS[:1], [LEARNED], RECORDS):
+        figure = shared_plot([("", records)])
+        labels = {text.get_text() for text in figure.axes[0].get_legend().get_texts()}
+        assert labels == {record.spec.policy + (", T = 2" if record.spec.learned else "") for record in records}
+        figure.savefig(io.BytesIO(), format="png")
 
 
 def test_a_score_plot_shows_every_record():
@@ -552,15 +518,9 @@ def test_the_page_holds_both_plots_and_the_table(page):
     assert parsed.cells[: len(cells)] == cells
     # iid runs from 2 to 4 in this table: (0.012 + 0.13) / 2
     assert parsed.cells[-6:] == ["rule", "mean score", "over steps", "iid", "0.071", "1.98–3.90"]
-
-
-def test_the_page_escapes(page):
     assert "groups: &lt;16&gt; tokens &amp; more" in page
     assert "<16>" not in page
     assert "<b>" not in page
-
-
-def test_the_learned_order_stands_out(page):
     assert page.count("<tr class=learned>") == 1
 
 
@@ -570,6 +530,7 @@ def test_a_page_without_orders_and_with_several_runs(tmp_path):
     parsed = Page(path.read_text())
     assert parsed.count["section"] == 2
     assert parsed.count["svg"] == 1 + 2
+    assert {"true log-likelihood of the same sequences", "-0.5300", "-0.6100"} <= set(parsed.cells)
 
 
 def test_the_page_tells_the_comparison(tmp_path):
@@ -621,15 +582,6 @@ def test_runs_of_the_same_task_share_a_plot(tmp_path):
     assert parsed.count["section"] == 1 + 3
     assert parsed.count["svg"] == 1 + 3
     assert text.index("<h2>groups: a, b</h2>") < text.index("<h2>a</h2>"), "the shared plot comes first"
-
-
-def test_the_page_tells_the_bound_and_the_true_likelihood(tmp_path):
-    path = tmp_path / "report.html"
-    write_html(path, [Section("one", "", [LEARNED], LAYOUT, BOUND)])
-    cells = Page(path.read_text()).cells
-    assert "true log-likelihood of the same sequences" in cells
-    assert f"{BOUND.true_log_likelihood:.4f}" in cells
-    assert f"{BOUND.order_bound:.4f}" in cells
 
 
 def test_a_bound_round_trip(tmp_path):

@@ -28,11 +28,11 @@ class Seen:
         self.running += 1
         self.most = max(self.most, self.running)
 
-    def ended(self, job, how):
-        self.events.append(f"-{job.name} {how.code}")
+    def ended(self, job, code, started, seconds):
+        self.events.append(f"-{job.name} {code}")
         self.running -= 1
-        assert how.seconds > 0
-        assert how.started > 1e9
+        assert seconds > 0
+        assert started > 1e9
 
 
 @pytest.fixture(autouse=True)
@@ -72,8 +72,8 @@ def test_one_that_fails(tmp_path):
     names = [job(tmp_path, "a", fails), job(tmp_path, "b", until(there)), job(tmp_path, "c")]
     seen = Seen()
 
-    def ended(job, how):
-        seen.ended(job, how)
+    def ended(*how):
+        seen.ended(*how)
         there.touch()  # b ends once it is known that a has failed
 
     with pytest.raises(JobError) as caught:
@@ -90,13 +90,13 @@ def test_one_that_dies_without_a_word(tmp_path):
     """Its command is the last line then, not what an earlier attempt said."""
     code = "import os; os.kill(os.getpid(), 9)"
     with pytest.raises(JobError, match=r"a failed with exit code -9: \$ .*os\.kill"):
-        run_jobs([job(tmp_path, "a", code)], 1, lambda job: None, lambda job, how: None)
+        run_jobs([job(tmp_path, "a", code)], 1, lambda job: None, lambda *how: None)
 
 
 def test_without_a_log_it_writes_to_the_terminal(tmp_path, capfd):
     code = "import sys; print('progress', file=sys.stderr); print('done'); sys.exit(3)"
     with pytest.raises(JobError, match=r"^a failed with exit code 3: what it wrote is above$"):
-        run_jobs([job(tmp_path, "a", code)._replace(log=None)], 1, lambda job: None, lambda job, how: None)
+        run_jobs([job(tmp_path, "a", code)._replace(log=None)], 1, lambda job: None, lambda *how: None)
     assert capfd.readouterr() == ("done\n", "progress\n")
 
 

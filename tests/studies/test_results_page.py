@@ -10,15 +10,7 @@ from unmask.evaluation.compare import Gain
 from unmask.evaluation.records import append_records
 from unmask.jsonl import append_jsonl
 from unmask.report.plots import plot
-from unmask.studies.results_page import (
-    BEGIN,
-    order_series,
-    read_results,
-    rule_series,
-    tables,
-    wall_seconds,
-    write_page,
-)
+from unmask.studies.results_page import BEGIN, order_series, read_results, rule_series, tables, wall_seconds, write_page
 from unmask.studies.study import Done
 
 ROOT = Path(__file__).parents[2]
@@ -181,9 +173,7 @@ def test_what_was_evaluated_otherwise_is_not_mixed_in(folder, tmp_path):
 
 def test_a_run_is_no_folder_of_records(folder, refused, tmp_path):  # noqa: F811
     (folder / "recipe.json").write_text("{}")
-    assert "is a run: give the folder of a study's records" in refused(
-        "report", folder, "--markdown", tmp_path / "page.md"
-    )
+    assert "is a run: give a study's OUT/results" in refused("report", folder, "--markdown", tmp_path / "page.md")
 
 
 def test_the_wall_time_of_all_attempts(folder):

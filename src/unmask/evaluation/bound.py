@@ -53,17 +53,9 @@ def evaluate_run_bound(
 ) -> BoundReport:
     """The bound of a run, written to RUN/bound.json; what is not given is the recipe's."""
     model, plain, task, recipe = open_run(run, Processes(cpu).device, split, trust_task)
-    number = examples or recipe.evaluate.examples
+    seed, number = recipe.seed if seed is None else seed, examples or recipe.evaluate.examples
     with progress("bound", number) as advance:
-        bound = evaluate_bound(
-            model,
-            plain,
-            task,
-            examples=number,
-            trajectories=trajectories,
-            seed=recipe.seed if seed is None else seed,
-            advance=advance,
-        )
+        bound = evaluate_bound(model, plain, task, number, trajectories, seed, advance)
     write_text(run / "bound.json", sealed(asdict(bound)) + "\n")
     return bound
 
@@ -83,7 +75,6 @@ def evaluate_bound(
     model: OrderModel,
     plain: OrderModel,
     task: Task,
-    *,
     examples: int,
     trajectories: int,
     seed: int,
@@ -106,9 +97,8 @@ def evaluate_bound(
         by_time = []
         for t in range(budget):
             terms, _, _ = objective.terms(truth, ids, torch.full_like(ids, t), scores)
-            masked = batch.response & (
-                uniforms(seed, Purpose.MASKING, t, ids[:, None], batch.position) < (t + 1) / budget
-            )
+            drawn = uniforms(seed, Purpose.MASKING, t, ids[:, None], batch.position)
+            masked = batch.response & (drawn < (t + 1) / budget)
             log_mu = read_denoiser(plain.denoiser, batch.tokens, masked, layout).log_mu
             plain_term = log_mu.sum(-1) / (t + 1)
             parts = (terms.reconstruction.mean(-1), terms.order_kl.mean(-1), plain_term)

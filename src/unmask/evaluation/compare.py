@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unmask.errors import UserError
-from unmask.evaluation.records import Record
+from unmask.evaluation.records import Record, grouped
 
 RESAMPLES = 10_000
 NEAR = 1e-9  # means of whole numbers that differ by less are the same
@@ -35,37 +34,15 @@ class AtEqualSteps:
     missing: str = ""
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """A learned order against one heuristic."""
 
     learned: Record
     policy: str
-    score: float | None  # the heuristic's at as many steps as the learned order takes on average
-    missing: str  # why there is no such score
-    difference: float | None  # the learned order's score less that
-    interval: tuple[float, float] | None  # 95%, by a paired bootstrap; None where verdicts were not kept
+    equal: AtEqualSteps  # the heuristic at as many steps as the learned order takes on average
+    interval: tuple[float, float] | None  # of the difference: 95%, paired bootstrap; None where verdicts were not kept
     at_floor: Record | None  # the paper's way: the heuristic with a budget of floor(mean steps) ...
     at_maximum: Record | None  # ... and with the most steps that the learned order took
-
-    @property
-    def floor(self) -> int:
-        return _floor(self.learned.mean_steps)
-
-
-class Area(NamedTuple):
-    """The mean score of a rule over a range of mean steps."""
-
-    score: float
-    low: float
-    high: float
-
-
-def paired_difference(first: np.ndarray, second: np.ndarray, seed: int = 0) -> Difference:
-    """The mean of first - second, scores [E] of the same examples, with a 95% percentile bootstrap over examples."""
-    if len(first) != len(second) or len(first) == 0:
-        raise UserError(f"paired scores must be of the same examples, got {len(first)} and {len(second)}")
-    return crossed_difference(np.asarray(first, dtype=np.float64)[None] - np.asarray(second, dtype=np.float64), seed)
 
 
 def at_equal_steps(mean_steps: float, curve: Sequence[Record]) -> AtEqualSteps:
@@ -73,15 +50,18 @@ def at_equal_steps(mean_steps: float, curve: Sequence[Record]) -> AtEqualSteps:
 
     (1 - w) s_a + w s_b  with  w = (m - m_a) / (m_b - m_a),  m_a <= m <= m_b,  one step or one budget apart at most.
 
-    For rules that take as many steps as their budget, a and b are the floor and the ceiling of m.  Of points with the
-    same mean, the one with the smallest budget counts.
+    For rules that take as many steps as their budget, a and b are the floor and the ceiling of m.  Some (iid) take a
+    little less, so that neighbouring budgets may be slightly more than a step apart.  Of points with the same mean, the
+    one with the smallest budget counts.
     """
     points = sorted(curve, key=lambda point: (point.mean_steps, point.spec.budget))
     below = max((p for p in points if p.mean_steps <= mean_steps + NEAR), key=lambda p: p.mean_steps, default=None)
     above = min((p for p in points if p.mean_steps >= mean_steps - NEAR), key=lambda p: p.mean_steps, default=None)
-    if below is None or above is None or not _are_next(below, above):
+    if below is None or above is None:
         return AtEqualSteps(None, missing=_what_is_missing(mean_steps, points))
     width = above.mean_steps - below.mean_steps
+    if width > 1 + NEAR and above.spec.budget - below.spec.budget != 1:
+        return AtEqualSteps(None, missing=_what_is_missing(mean_steps, points))
     w = (mean_steps - below.mean_steps) / width if width > NEAR else 0.0
     score = (1 - w) * below.outcome.score + w * above.outcome.score
     if below.verdicts is None or above.verdicts is None:
@@ -89,40 +69,30 @@ def at_equal_steps(mean_steps: float, curve: Sequence[Record]) -> AtEqualSteps:
     return AtEqualSteps(score, (1 - w) * below.verdicts.valid + w * above.verdicts.valid)
 
 
-def _are_next(below: Record, above: Record) -> bool:
-    """Some rules (iid) take a little less than their budget, so neighbours may be slightly more than a step apart."""
-    return above.mean_steps - below.mean_steps <= 1 + NEAR or above.spec.budget - below.spec.budget == 1
-
-
 def at_most_steps(mean_steps: float, curve: Sequence[Record]) -> tuple[AtEqualSteps, float]:
     """At equal steps, or where the rule takes fewer though it had more, at what it takes with its largest budget."""
-    equal, most = at_equal_steps(mean_steps, curve), _with_most(curve)
-    if equal.score is None and _ends_before(mean_steps, most):
-        return AtEqualSteps(most.outcome.score, 1.0 * most.verdicts.valid if most.verdicts else None), most.mean_steps
+    equal, last = at_equal_steps(mean_steps, curve), _ends_before(mean_steps, curve)
+    if equal.score is None and last:
+        return AtEqualSteps(last.outcome.score, 1.0 * last.verdicts.valid if last.verdicts else None), last.mean_steps
     return equal, mean_steps
 
 
-def _with_most(curve: Sequence[Record]) -> Record:
-    return max(curve, key=lambda point: point.spec.budget)
+def _ends_before(mean_steps: float, curve: Sequence[Record]) -> Record | None:
+    """The rule at its largest budget, if it may take more steps than these there and takes fewer."""
+    most = max(curve, key=lambda point: point.spec.budget)
+    return most if most.mean_steps < mean_steps and most.spec.budget > math.ceil(mean_steps - NEAR) else None
 
 
-def _ends_before(mean_steps: float, most: Record) -> bool:
-    """Whether a rule, at its largest budget `most`, may take more steps than these and takes fewer."""
-    return most.mean_steps < mean_steps and most.spec.budget > math.ceil(mean_steps - NEAR)
-
-
-def _floor(mean_steps: float) -> int:
+def whole_steps(mean_steps: float) -> int:
     return math.floor(mean_steps + NEAR)
 
 
 def _what_is_missing(mean_steps: float, points: Sequence[Record]) -> str:
-    floor = _floor(mean_steps)
-    most = _with_most(points)
-    if _ends_before(mean_steps, most):
-        return f"takes {most.mean_steps:.2f} steps at a budget of {most.spec.budget}"
+    if last := _ends_before(mean_steps, points):
+        return f"takes {last.mean_steps:.2f} steps at a budget of {last.spec.budget}"
     # A rule that takes a little less than its budget (iid) may need one step more.
     close = [p.spec.budget for p in points if mean_steps - 1 <= p.mean_steps <= mean_steps + NEAR]
-    first = max([floor, *close])
+    first = max([whole_steps(mean_steps), *close])
     return f"evaluate it at {first} and {first + 1} steps, if it can run there"
 
 
@@ -131,22 +101,25 @@ def next_budget(mean_steps: float, curve: Sequence[Record]) -> int | None:
 
     iid takes a little less than them; a threshold may need a budget of 16 for 5.4 steps.
     """
-    below = [point for point in curve if point.mean_steps < mean_steps]
-    if not below or at_equal_steps(mean_steps, curve).score is not None:
+    below = [point.spec.budget for point in curve if point.mean_steps < mean_steps]
+    if not below or _ends_before(mean_steps, curve) or at_equal_steps(mean_steps, curve).score is not None:
         return None
-    budget = _with_most(below).spec.budget
-    ends = _ends_before(mean_steps, _with_most(curve))
-    return None if ends or budget < _floor(mean_steps) else budget + 1
+    return max(below) + 1 if max(below) >= whole_steps(mean_steps) else None
 
 
 def compare(records: Sequence[Record]) -> list[Comparison]:
     """Every learned order against every heuristic with which it can be compared."""
-    return [
-        _against(learned, curve)
-        for learned in records
-        if learned.spec.learned
-        for curve in curves(rivals(learned, records))
-    ]
+    found = []
+    for learned in [record for record in records if record.spec.learned]:
+        for curve in curves(rivals(learned, records)):
+            equal = at_equal_steps(learned.mean_steps, curve)
+            interval = None
+            if learned.verdicts is not None and equal.by_example is not None:
+                interval = crossed_difference(learned.verdicts.valid[None] - equal.by_example)[1:]
+            by_budget = {record.spec.budget: record for record in curve}
+            paper = (by_budget.get(steps) for steps in (whole_steps(learned.mean_steps), learned.outcome.most_steps))
+            found.append(Comparison(learned, curve[0].spec.policy, equal, interval, *paper))
+    return found
 
 
 def rivals(learned: Record, records: Iterable[Record]) -> list[Record]:
@@ -162,30 +135,12 @@ def rivals(learned: Record, records: Iterable[Record]) -> list[Record]:
 
 def curves(records: Iterable[Record]) -> list[list[Record]]:
     """The records of each rule on each denoiser, one list for each setting that forbids a comparison."""
-    found: dict[tuple[object, ...], list[Record]] = {}
-    for record in records:
+
+    def rule(record: Record) -> tuple[object, ...]:
         spec = record.spec
-        key = (spec.policy, spec.denoiser, spec.learned, spec.trained_seed, *spec.setting)
-        found.setdefault(key, []).append(record)
-    return list(found.values())
+        return spec.policy, spec.denoiser, spec.learned, spec.trained_seed, *spec.setting
 
-
-def _against(learned: Record, curve: Sequence[Record]) -> Comparison:
-    equal = at_equal_steps(learned.mean_steps, curve)
-    interval = None
-    if learned.verdicts is not None and equal.by_example is not None:
-        interval = paired_difference(learned.verdicts.valid, equal.by_example)[1:]
-    by_budget = {record.spec.budget: record for record in curve}
-    return Comparison(
-        learned,
-        curve[0].spec.policy,
-        equal.score,
-        equal.missing,
-        None if equal.score is None else learned.outcome.score - equal.score,
-        interval,
-        by_budget.get(_floor(learned.mean_steps)),
-        by_budget.get(learned.outcome.most_steps),
-    )
+    return list(grouped(records, rule).values())
 
 
 @dataclass(frozen=True)
@@ -229,13 +184,13 @@ class Gain:
 
 def gains(records: Sequence[Record]) -> list[Gain]:
     """Every group of learned orders against every heuristic that all of them can be compared with; verdicts needed."""
-    groups: dict[tuple[object, ...], list[Record]] = {}
-    for record in records:
+
+    def all_but_seed(record: Record) -> tuple[object, ...]:
         spec = record.spec
-        if spec.learned and record.verdicts is not None:
-            key = (spec.model, spec.policy, spec.trained_budget, spec.joint, *spec.setting)
-            groups.setdefault(key, []).append(record)
-    return [gain for orders in groups.values() for gain in _gains(orders, records)]
+        return spec.model, spec.policy, spec.trained_budget, spec.joint, *spec.setting
+
+    learned = [record for record in records if record.spec.learned and record.verdicts is not None]
+    return [gain for orders in grouped(learned, all_but_seed).values() for gain in _gains(orders, records)]
 
 
 def _gains(orders: Sequence[Record], records: Sequence[Record]) -> list[Gain]:
@@ -296,20 +251,20 @@ def crossed_difference(differences: np.ndarray, seed: int = 0) -> Difference:
     return Difference(float(differences.mean()), float(low), float(high))
 
 
-def area(curve: Iterable[Record]) -> Area | None:
+def area(curve: Iterable[Record]) -> tuple[float, float, float] | None:
     """The area under a rule's score against mean steps, by trapezoids, over the width of its range: a mean score.
 
-    None with fewer than two different points; of points with the same mean, the one with the smallest budget counts.
+    Returned with the range.  None with fewer than two different points; of points with the same mean, the one with the
+    smallest budget counts.
     """
     points: dict[float, float] = {}
     for record in sorted(curve, key=lambda record: record.spec.budget):
         points.setdefault(round(record.mean_steps, 9), record.outcome.score)
     if len(points) < 2:
         return None
-    along = sorted(points.items())
-    total = sum((right - left) * (a + b) / 2 for (left, a), (right, b) in pairwise(along))
-    low, high = along[0][0], along[-1][0]
-    return Area(total / (high - low), low, high)
+    total = sum((right - left) * (a + b) / 2 for (left, a), (right, b) in pairwise(sorted(points.items())))
+    low, high = min(points), max(points)
+    return total / (high - low), low, high
 
 
 def why_not_won(records: Sequence[Record]) -> list[str]:
@@ -322,15 +277,13 @@ def why_not_won(records: Sequence[Record]) -> list[str]:
     reasons = [] if learned else ["no learned order was evaluated"]
     for record in learned:
         own, budget = record.outcome, record.spec.budget
-        others = [r for r in records if not r.spec.learned and r.spec.budget == budget]
+        others = [(r.spec.policy, r.outcome) for r in records if not r.spec.learned and r.spec.budget == budget]
         if not others:
             reasons.append(f"no heuristic was evaluated at {budget} steps")
-        reasons += [
-            f"{rival.spec.policy} is valid in [{rival.outcome.ci_low:.3f}, {rival.outcome.ci_high:.3f}] at {budget} "
-            f"steps, learned in [{own.ci_low:.3f}, {own.ci_high:.3f}]"
-            for rival in others
-            if rival.outcome.ci_high >= own.ci_low
-        ]
+        for policy, rival in others:
+            if rival.ci_high >= own.ci_low:
+                reached = f"{policy} is valid in [{rival.ci_low:.3f}, {rival.ci_high:.3f}] at {budget} steps"
+                reasons.append(f"{reached}, learned in [{own.ci_low:.3f}, {own.ci_high:.3f}]")
         if not own.diverse:
             reasons.append(
                 f"{own.distinct} distinct valid samples, outside the true distribution's 99% range "

@@ -30,6 +30,8 @@ BATCH = 250  # sequences per pass
 CHUNK = 4 * BATCH  # sequences per line of verdicts: the most that a crash loses
 PICTURED = 24  # sequences whose reveal steps are kept for the picture
 
+Advance = Callable[[int], None]  # called with the number of sequences that are done
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -85,10 +87,9 @@ def evaluate_policy(
     setup: Setup,
     policy: Policy,
     budget: int,
-    *,
     verdicts: VerdictFile | None = None,
     again: bool = False,
-    advance: Callable[[int], None] = lambda sequences: None,
+    advance: Advance = lambda sequences: None,
     processes: Processes | None = None,
 ) -> Record:
     """Generate for the first examples of the held-out split, and check every answer.
@@ -107,19 +108,14 @@ def evaluate_policy(
     done = sum(len(chunk.valid) for chunk in chunks)
     if done:
         advance(done)
-    engine = Engine(
-        denoiser if setup.precision == "no" else HalfTrunk(denoiser),
-        policy,
-        budget,
-        setup.choice,
-        batch_size=min(BATCH, examples),
-        compile=setup.compile,
-    )
+    half = setup.precision == "bf16"
+    used, batch_size = HalfTrunk(denoiser) if half else denoiser, min(BATCH, examples)
+    engine = Engine(used, policy, budget, setup.choice, batch_size=batch_size, compile=setup.compile)
     for first in range(done, examples, CHUNK):
         ids = torch.arange(first, min(first + CHUNK, examples))
         mine = processes.share(ids)
-        with process_settings(bf16=setup.precision == "bf16"):
-            part = _evaluate_chunk(engine, task, ran, setup.seed, mine, device, advance) if len(mine) else None
+        with process_settings(bf16=half):
+            part = _evaluate_chunk(engine, setup, ran, mine, device, advance) if len(mine) else None
         chunk = joined([found for found in processes.gather(part) if found is not None])
         if len(mine) < len(ids):
             advance(len(ids) - len(mine))  # what the others did
@@ -157,30 +153,22 @@ class HalfTrunk:
 
 
 def _evaluate_chunk(
-    engine: Engine,
-    task: Task,
-    ran: tuple[str, str, bool],
-    seed: int,
-    ids: Tensor,
-    device: torch.device,
-    advance: Callable[[int], None],
+    engine: Engine, setup: Setup, ran: tuple[str, str, bool], ids: Tensor, device: torch.device, advance: Advance
 ) -> Chunk:
     """Generate for the test examples `ids`, which are consecutive."""
-    started = time.perf_counter()
+    started, task = time.perf_counter(), setup.task
     truth = task.examples(ids, "test")
     canvas = torch.where(truth.response, engine.denoiser.mask_token_id, truth.tokens).to(device)
-    out = engine.generate(
-        canvas, seed=seed, ids=ids, attention_mask=truth.attention_mask.to(device), on_finished=advance
-    )
+    attended = truth.attention_mask.to(device)
+    out = engine.generate(canvas, seed=setup.seed, ids=ids, attention_mask=attended, on_finished=advance)
     tokens = out.tokens.cpu()
     valid = task.valid(tokens, truth)
-    metrics = task.metrics(tokens, truth)
     return Chunk(
         *ran,
         first=int(ids[0]),
         valid=_marks(valid),
         steps=out.num_steps.tolist(),
-        metrics={name: _marks(marks) for name, marks in metrics.items()},
+        metrics={name: _marks(marks) for name, marks in task.metrics(tokens, truth).items()},
         answers=sequence_codes(tokens[valid]).tolist() if task.unconditional else None,
         reveal_step=out.reveal_step[: max(0, PICTURED - int(ids[0]))].tolist(),
         num_forwards=out.num_forwards,
@@ -225,9 +213,7 @@ def _outcome(spec: EvaluationSpec, chunks: list[Chunk], task: Task, remasks: boo
         distinct=distinct,
         distinct_low=distinct_low,
         distinct_high=distinct_high,
-        metrics={
-            name: sum(chunk.metrics[name].count("1") for chunk in chunks) / examples for name in chunks[0].metrics
-        },
+        metrics={name: sum(c.metrics[name].count("1") for c in chunks) / examples for name in chunks[0].metrics},
         seconds=round(sum(chunk.seconds for chunk in chunks), 3),
         device=chunks[0].device,
         compile=chunks[0].compile,
@@ -252,10 +238,9 @@ def revision() -> str:
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return unmask.__version__
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     try:
-        commit = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
-        )
+        commit = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return unmask.__version__
     return f"{unmask.__version__}+{commit.stdout.strip()}"

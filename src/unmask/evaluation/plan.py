@@ -68,17 +68,19 @@ def evaluate(
         label, defaults = f"{shape.layers}x{shape.width}", EvaluateRecipe()
     else:
         if task is not None:
-            raise UserError(
-                "a run has a task of its own: leave out `task`, or give a model instead of the run's folder"
-            )
+            raise UserError("a run has its own task: leave out `task`, or give a model instead of the run's folder")
         folder = Path(run_or_model)
         model, plain, task, recipe = open_run(folder, processes.device, split, trust_task)
         label, defaults = model_label(recipe), recipe.evaluate
     precision = precision_on(next(model.parameters()).device.type, "bf16" if bf16 else "no")
     if bf16 and precision == "no" and processes.is_main:
         say("unmask: without --bf16: bfloat16 is slower than float32 on this CPU", err=True)
+    if task.eos_token_id is None and (min_length or stop_at_eos):
+        raise UserError(
+            f"task {task.name} has no end of sequence (eos_token_id): leave out --min-length and --stop-at-eos"
+        )
     temperature = defaults.temperature if temperature is None else temperature
-    choice = token_choice(task, temperature, top_p, top_k, guidance, min_length, stop_at_eos)
+    choice = TokenChoice(temperature, top_p, top_k, guidance, task.eos_token_id, min_length, stop_at_eos)
     number = defaults.examples if examples is None else examples
     check_examples(task, number)
     trained_seed = recipe.seed if recipe else None
@@ -89,48 +91,30 @@ def evaluate(
     rules = [rule if isinstance(rule, Policy) else parse_policy(rule, model.selector) for rule in names]
     learned, heuristics = _planned(setup, rules, steps or defaults.budgets, bool(policies and steps), sizes, processes)
     elsewhere = [record for other in against for record in _learned_in(Path(other), setup, rules[0])]
-    evaluation = _Evaluation(setup, folder, again, processes)
+    results, verdicts, recorded = None, None, list[Record]()
+    if folder:
+        results = folder / "results.jsonl"
+        for path in (results, folder / "verdicts.jsonl"):
+            refuse_link(path)
+        recorded = read_records(results) if results.exists() else []
+        verdicts = VerdictFile(folder / "verdicts.jsonl", processes.is_main)
 
-    records = evaluation.run(learned)
-    met = [*([] if steps else records), *elsewhere]
-    heuristics = _with_equal_steps(heuristics, met, sizes)
-    records += [*elsewhere, *evaluation.run(heuristics)]
-    return records + evaluation.run(_budgets_lacking(heuristics, met, records, sizes))
-
-
-class _Evaluation:
-    """Evaluates, and keeps records and verdicts in the folder of a run if there is one."""
-
-    def __init__(self, setup: Setup, folder: Path | None, again: bool, processes: Processes) -> None:
-        self.setup, self.again, self.processes = setup, again, processes
-        self.results = folder / "results.jsonl" if folder else None
-        self.verdicts, self.recorded = None, list[Record]()
-        if folder and self.results:
-            for path in (self.results, folder / "verdicts.jsonl"):
-                refuse_link(path)
-            self.recorded = read_records(self.results) if self.results.exists() else []
-            self.verdicts = VerdictFile(folder / "verdicts.jsonl", processes.is_main)
-
-    def run(self, plan: Plan) -> list[Record]:
-        found: list[Record] = []
-        if not plan:
-            return found
-        total = self.setup.num_examples * len(plan)
-        with progress("evaluate", total, visible=self.processes.is_main) as advance:
+    def run(plan: Plan) -> list[Record]:
+        found = []
+        shown = processes.is_main and bool(plan)
+        with progress("evaluate", setup.num_examples * len(plan), visible=shown) as advance:
             for rule, budget in plan:
-                record = evaluate_policy(
-                    self.setup,
-                    rule,
-                    budget,
-                    verdicts=self.verdicts,
-                    again=self.again,
-                    advance=advance,
-                    processes=self.processes,
-                )
-                if self.results and self.processes.is_main and (self.again or record not in self.recorded):
-                    append_records(self.results, [record])
+                record = evaluate_policy(setup, rule, budget, verdicts, again, advance, processes)
+                if results and processes.is_main and (again or record not in recorded):
+                    append_records(results, [record])
                 found.append(record)
         return found
+
+    records = run(learned)
+    met = [*([] if steps else records), *elsewhere]
+    heuristics = _with_equal_steps(heuristics, met, sizes)
+    records += [*elsewhere, *run(heuristics)]
+    return records + run(_budgets_lacking(heuristics, met, records, sizes))
 
 
 def open_run(
@@ -150,24 +134,6 @@ def model_label(recipe: Recipe) -> str:
     model = recipe.model
     start = Path(recipe.init or model.causal).name
     return model.label or start or model.size or f"{model.layers}x{model.width}"
-
-
-def token_choice(
-    task: Task,
-    temperature: float,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    guidance: float = 0.0,
-    min_length: int = 0,
-    stop_at_eos: bool = False,
-) -> TokenChoice:
-    """How tokens are chosen on a task, which knows its end of sequence."""
-    end = task.eos_token_id
-    if end is None and (min_length or stop_at_eos):
-        raise UserError(
-            f"task {task.name} has no end of sequence (eos_token_id): leave out --min-length and --stop-at-eos"
-        )
-    return TokenChoice(temperature, top_p, top_k, guidance, end, min_length, stop_at_eos)
 
 
 def _planned(
@@ -221,28 +187,22 @@ def _learned_in(run: Path, setup: Setup, any_rule: Policy) -> list[Record]:
 
 def _with_equal_steps(heuristics: Plan, learned: Sequence[Record], sizes: Tensor) -> Plan:
     """Each heuristic also at the floor and the ceiling of the learned mean steps, and at the learned maximum."""
-    needed = {
-        steps
-        for record in learned
-        for steps in (math.floor(record.mean_steps), math.ceil(record.mean_steps), record.outcome.most_steps)
-    }
-    if not needed:
+    if not learned:
         return heuristics
-    return [
-        (rule, budget)
-        for rule in {rule.name: rule for rule, _ in heuristics}.values()
-        for asked in [{budget for other, budget in heuristics if other.name == rule.name}]
-        for budget in sorted(asked | {steps for steps in needed if _can_run(rule, steps, sizes)})
-    ]
+    means = [record.mean_steps for record in learned]
+    needed = {*map(math.floor, means), *map(math.ceil, means), *(record.outcome.most_steps for record in learned)}
+    plan: Plan = []
+    for rule in {rule.name: rule for rule, _ in heuristics}.values():
+        asked = {budget for other, budget in heuristics if other.name == rule.name}
+        plan += [(rule, b) for b in sorted(asked | {steps for steps in needed if _can_run(rule, steps, sizes)})]
+    return plan
 
 
 def _budgets_lacking(heuristics: Plan, learned: Sequence[Record], compared: Sequence[Record], sizes: Tensor) -> Plan:
     """What else a comparison needs of rules that take fewer steps than their budget."""
-    needed: dict[tuple[str, int], tuple[Policy, int]] = {}
+    plan: Plan = []
     for rule in {rule.name: rule for rule, _ in heuristics}.values():
         curve = [record for record in compared if record.spec.policy == rule.name]
-        for record in learned:
-            budget = next_budget(record.mean_steps, curve)
-            if budget and _can_run(rule, budget, sizes):
-                needed[rule.name, budget] = (rule, budget)
-    return list(needed.values())
+        lacking = dict.fromkeys(next_budget(record.mean_steps, curve) for record in learned)
+        plan += [(rule, budget) for budget in lacking if budget and _can_run(rule, budget, sizes)]
+    return plan

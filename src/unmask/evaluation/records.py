@@ -8,14 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from unmask.evaluation.verdicts import VerdictFile, Verdicts
 from unmask.jsonl import ResultsError, append_jsonl, read_jsonl
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 
 def _compared(label: str = "") -> dict[str, Any]:
@@ -160,6 +163,14 @@ def read_records(path: Path, verdicts: VerdictFile | None = None) -> list[Record
 def read_run(folder: Path) -> list[Record]:
     """All records of a run, with their verdicts."""
     return read_records(folder / "results.jsonl", VerdictFile(folder / "verdicts.jsonl"))
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items by key, in the order of their first ones."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from unmask.display import in_html
 from unmask.errors import UserError
 from unmask.evaluation.bound import BoundReport, read_bound
-from unmask.evaluation.records import Record, read_run
+from unmask.evaluation.records import Record, grouped, read_run
 from unmask.files import refuse_link, write_text
 from unmask.jsonl import ResultsError
 from unmask.report.plots import order_picture, pictured, shared_plot, svg
@@ -45,17 +45,9 @@ def write_report(runs: Sequence[Path], page: Path, trust_task: bool = False, pic
         if not records:
             raise UserError(f"{run}/results.jsonl is empty: run `unmask evaluate {run}` first")
         recipe, task = load_task(run, trust_task)
-        sections.append(
-            Section(
-                title(run, task),
-                caption(recipe, records),
-                records,
-                task.layout,
-                read_bound(run / "bound.json"),
-                name if names.count(name) == 1 else str(run),
-                json.dumps(recipe.task, sort_keys=True),
-            )
-        )
+        shown, bound = name if names.count(name) == 1 else str(run), read_bound(run / "bound.json")
+        told, own = (title(run, task), caption(recipe, records)), json.dumps(recipe.task, sort_keys=True)
+        sections.append(Section(*told, records, task.layout, bound, shown, own))
     write_html(page, sections)
     for run, section in zip(runs, sections, strict=True):
         if pictures and (chosen := pictured(section.records)):
@@ -65,9 +57,8 @@ def write_report(runs: Sequence[Path], page: Path, trust_task: bool = False, pic
 
 def write_html(path: Path, sections: Sequence[Section]) -> None:
     """One self-contained page.  A file that is not such a page is never overwritten."""
-    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(
-        _PAGE[: _PAGE.index("<style>")]
-    ):
+    head = _PAGE[: _PAGE.index("<style>")]
+    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(head):
         raise ResultsError(f"{path} exists and is no report of unmask: give another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     body = "".join([*map(_shared, together(sections)), *map(_section, sections)])
@@ -76,11 +67,8 @@ def write_html(path: Path, sections: Sequence[Section]) -> None:
 
 def together(sections: Sequence[Section]) -> list[list[Section]]:
     """The runs that share a task with another, by task."""
-    found: dict[str, list[Section]] = {}
-    for section in sections:
-        if section.task:
-            found.setdefault(section.task, []).append(section)
-    return [group for group in found.values() if len(group) > 1]
+    by_task = grouped([section for section in sections if section.task], lambda section: section.task)
+    return [group for group in by_task.values() if len(group) > 1]
 
 
 def _shared(sections: Sequence[Section]) -> str:

@@ -163,11 +163,9 @@ def order_picture(records: Sequence[Record], layout: Sequence[Sequence[int]]) ->
 
 def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
     """A figure and its panels [rows, columns], without pyplot: no window system, no global state."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
@@ -176,8 +174,8 @@ def pictured(records: Sequence[Record]) -> list[Record]:
     kept = [record for record in records if record.verdicts is not None]
     if not kept:
         return []
-    budgets = [record.spec.budget for record in kept]
-    budget = next((record.spec.budget for record in kept if record.spec.policy == "learned"), min(budgets))
+    learned = [record for record in kept if record.spec.policy == "learned"]
+    budget = learned[0].spec.budget if learned else min(record.spec.budget for record in kept)
     latest = {record.spec.policy: record for record in kept if record.spec.budget == budget}
     return sorted(latest.values(), key=lambda record: (record.spec.policy != "learned", record.spec.policy))
 

@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from unmask.display import in_markup
-from unmask.evaluation.compare import Comparison, area, compare, curves
+from unmask.evaluation.compare import Comparison, area, compare, curves, whole_steps
 from unmask.evaluation.records import LABELS, Record
 from unmask.recipe import Recipe, continued
 from unmask.tasks.task import Task
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from unmask.evaluation.bound import BoundReport
 
 LEARNED_COLOUR = "#c2410c"
-
 
 # What the legend says of the columns of a table.
 MEANINGS = {
@@ -77,12 +76,7 @@ def columns(record: Record, among: Sequence[Record]) -> dict[str, str]:
 
 def ordered(records: Sequence[Record]) -> list[Record]:
     """The learned orders first, then each rule by its budget."""
-
-    def place(record: Record) -> tuple[object, ...]:
-        spec = record.spec
-        return spec.task, not spec.learned, spec.policy, spec.budget, spec.seed
-
-    return sorted(records, key=place)
+    return sorted(records, key=lambda r: (r.spec.task, not r.spec.learned, r.spec.policy, r.spec.budget, r.spec.seed))
 
 
 def title(run: Path, task: Task) -> str:
@@ -131,7 +125,7 @@ class ResultTable:
     headings: list[str]
     rows: list[list[str]]
     minor: Sequence[str] = ()
-    marked: Sequence[bool] = ()  # the rows of learned orders
+    marked: Sequence[bool] = ()  # the rows of learned orders; those that follow are not
     hidden: Sequence[str] = ()  # columns for pages only
 
     def legend(self, headings: Iterable[str]) -> str:
@@ -181,15 +175,10 @@ def record_table(records: Sequence[Record], title: str, caption: str) -> ResultT
     metrics = dict.fromkeys(name for record in records for name in record.outcome.metrics)
     order = ["policy", "steps", "range", "valid", "95%", *metrics, "distinct", "true 99%", "passes", "denoiser"]
     headings = [heading for heading in order if any(heading in row for row in rows)]
-    return ResultTable(
-        title,
-        " ".join(filter(None, [caption, *notes(records)])),
-        headings,
-        [[row.get(heading, "–") for heading in headings] for row in rows],
-        ("passes", "true 99%", "range", *metrics, "distinct", "95%"),
-        [record.spec.learned for record in records],
-        ("denoiser",),  # of which the caption tells
-    )
+    legend = " ".join(filter(None, [caption, *notes(records)]))
+    cells = [[row.get(heading, "–") for heading in headings] for row in rows]
+    minor, marked = ("passes", "true 99%", "range", *metrics, "distinct", "95%"), [r.spec.learned for r in records]
+    return ResultTable(title, legend, headings, cells, minor, marked, hidden=("denoiser",))  # the caption tells of it
 
 
 def notes(records: Sequence[Record]) -> list[str]:
@@ -219,25 +208,19 @@ COMPARISON_LEGEND = (
 def comparison_table(comparisons: Sequence[Comparison], among: Sequence[Record]) -> ResultTable:
     """One learned order against each heuristic; `among`: all records that are shown."""
     learned = comparisons[0].learned
-    outcome = learned.outcome
-    headings = ["against", "equal steps", "difference", "95%"]
-    headings += [f"floor {comparisons[0].floor}", f"max {outcome.most_steps}"]
+    outcome, floor = learned.outcome, whole_steps(learned.mean_steps)
+    headings = ["against", "equal steps", "difference", "95%", f"floor {floor}", f"max {outcome.most_steps}"]
     rows = []
-    for found in comparisons:
+    for _, policy, equal, interval, *paper in comparisons:
         middle = ["not comparable", "–", "–"]
-        if found.score is not None and found.difference is not None:
-            interval = "{:+.3f} to {:+.3f}".format(*found.interval) if found.interval else "–"
-            middle = [f"{found.score:.3f}", f"{found.difference:+.3f}", interval]
-        paper = ["–" if r is None else f"{r.outcome.score:.3f}" for r in (found.at_floor, found.at_maximum)]
-        rows.append([found.policy, *middle, *paper])
-    missing = "; ".join(f"{found.policy}: {found.missing}" for found in comparisons if found.missing)
-    return ResultTable(
-        f"{row_name(learned, among)}: {outcome.score:.3f} valid in {learned.mean_steps:.2f} steps",
-        (f"Not comparable: {missing}. " if missing else "") + COMPARISON_LEGEND,
-        headings,
-        rows,
-        minor=headings[:2:-1],
-    )
+        if equal.score is not None:
+            width = "{:+.3f} to {:+.3f}".format(*interval) if interval else "–"
+            middle = [f"{equal.score:.3f}", f"{outcome.score - equal.score:+.3f}", width]
+        rows.append([policy, *middle, *("–" if r is None else f"{r.outcome.score:.3f}" for r in paper)])
+    missing = "; ".join(f"{found.policy}: {found.equal.missing}" for found in comparisons if found.equal.missing)
+    title = f"{row_name(learned, among)}: {outcome.score:.3f} valid in {learned.mean_steps:.2f} steps"
+    legend = (f"Not comparable: {missing}. " if missing else "") + COMPARISON_LEGEND
+    return ResultTable(title, legend, headings, rows, minor=headings[:2:-1])
 
 
 AREA_LEGEND = (
@@ -248,9 +231,9 @@ AREA_LEGEND = (
 
 def area_table(records: Sequence[Record]) -> ResultTable:
     """Rules with the same range are next to each other."""
-    areas = [(area(curve), name_of(curve[0], records)) for curve in curves(ordered(records))]
-    found = sorted(((known, name) for known, name in areas if known), key=lambda item: item[0][1:])
-    rows = [[name, f"{known.score:.3f}", f"{known.low:.2f}–{known.high:.2f}"] for known, name in found]
+    areas = [(*found, name_of(curve[0], records)) for curve in curves(ordered(records)) if (found := area(curve))]
+    by_range = sorted(areas, key=lambda known: known[1:3])
+    rows = [[name, f"{score:.3f}", f"{low:.2f}–{high:.2f}"] for score, low, high, name in by_range]
     return ResultTable("area under score against steps", AREA_LEGEND, ["rule", "mean score", "over steps"], rows)
 
 
@@ -266,10 +249,5 @@ def bound_table(bound: BoundReport, run: str) -> ResultTable:
         rows.append(["true log-likelihood of the same sequences", f"{bound.true_log_likelihood:.4f}", "exact"])
     if bound.entropy is not None:
         rows.append(["minus the true entropy, the limit", f"{-bound.entropy:.4f}", "exact"])
-    return ResultTable(
-        f"{run}: held-out bounds, {bound.num_examples} sequences",
-        "",
-        ["bound, nats per token", "value", "standard error"],
-        rows,
-        marked=[True] + [False] * (len(rows) - 1),
-    )
+    headings = ["bound, nats per token", "value", "standard error"]
+    return ResultTable(f"{run}: held-out bounds, {bound.num_examples} sequences", "", headings, rows, marked=[True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,13 +14,12 @@ from rich.console import Console
 from torch import Tensor
 
 from unmask.decoding.denoiser import AnyDenoiser
-from unmask.decoding.generate import generate
+from unmask.decoding.generate import Engine
 from unmask.decoding.policies import NetworkPolicy, Policy, parse_policy
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import in_html, in_markup, visible
 from unmask.errors import UserError
-from unmask.evaluation.plan import open_run, token_choice
-from unmask.files import write_text
+from unmask.evaluation.plan import open_run
 from unmask.progress import watched
 from unmask.tasks.task import Task
 
@@ -93,7 +92,8 @@ def sample(
     if words and (len(words) != len(rules) or not set(words) <= {"right", "wrong"}):
         raise UserError(f"--find takes right or wrong for each --policy, such as right,wrong for two, not {find!r}")
     wanted = [word == "right" for word in words]
-    choice = token_choice(task, recipe.evaluate.temperature if temperature is None else temperature, top_p, top_k)
+    temperature = recipe.evaluate.temperature if temperature is None else temperature
+    choice = TokenChoice(temperature, top_p, top_k, eos_token_id=task.eos_token_id)
     budget = steps or (model.selector.budget if model.selector is not None else 4)
     limit = task.test_examples
     if limit is not None and (beyond := [i for i in examples if i >= limit]):
@@ -109,15 +109,12 @@ def sample(
     if not wanted:
         yield from (list(written(example)) for example in candidates)
         return
-    found = []
+    found: list[list[Writing]] = []
     for example in watched(candidates, "looking"):
-        writings = []
-        for writing, right in zip(written(example), wanted, strict=False):
-            writings.append(writing)
-            if writing.valid != right:
-                break  # the other rules cannot make it what is looked for
-        else:
-            found.append(writings)
+        pairs = zip(written(example), wanted, strict=True)
+        # Up to the first rule that is not what is looked for.
+        fitting = [writing for writing, _ in takewhile(lambda pair: pair[0].valid == pair[1], pairs)]
+        found += [fitting] if len(fitting) == len(wanted) else []
         if len(found) == num:
             break
     if not found:
@@ -131,16 +128,9 @@ def write(
     """Generate for one held-out example and keep every canvas; in a batch the result would be the same."""
     ids = torch.tensor([example])
     truth, mask, watched = task.examples(ids, "test"), denoiser.mask_token_id, _Watched(denoiser)
-    out = generate(
-        watched,
-        torch.where(truth.response, mask, truth.tokens),
-        rule,
-        budget,
-        seed=seed,
-        ids=ids,
-        attention_mask=truth.attention_mask,
-        **vars(choice),
-    )
+    canvas = torch.where(truth.response, mask, truth.tokens)
+    engine = Engine(watched, rule, budget, choice)
+    out = engine.generate(canvas, seed=seed, ids=ids, attention_mask=truth.attention_mask)
     is_text = task.text_tokenizer is not None  # the question is shown as one, and the tokens are those of the response
     here = out.attention_mask[0]
     shown = truth.response[0] if is_text else here
@@ -149,18 +139,13 @@ def write(
     for i, (before, after) in enumerate(pairwise(canvases)):
         when = torch.where((before == mask) & (after != mask), i, when)
         frames.append(spans(task, after[shown[here]].tolist(), when[shown[here]].tolist()))
-    prompt = truth.attention_mask[0] & ~truth.response[0]
-    return Writing(
-        example,
-        rule.name,
-        budget,
-        visible(task.text(truth.tokens[0][prompt].tolist())) if is_text else "",
-        visible(task.text(truth.tokens[0][truth.response[0]].tolist())) if is_text else "",
-        frames,
-        spans(task, out.tokens[0][shown].tolist(), out.reveal_step[0][shown].tolist()),
-        int(out.num_steps),
-        bool(task.valid(out.tokens, truth)[0]),
+    prompt, response = truth.attention_mask[0] & ~truth.response[0], truth.response[0]
+    question, wanted = (
+        visible(task.text(truth.tokens[0][part].tolist())) if is_text else "" for part in (prompt, response)
     )
+    result = spans(task, out.tokens[0][shown].tolist(), out.reveal_step[0][shown].tolist())
+    valid = bool(task.valid(out.tokens, truth)[0])
+    return Writing(example, rule.name, budget, question, wanted, frames, result, int(out.num_steps), valid)
 
 
 def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
@@ -174,7 +159,7 @@ def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
         elif is_text and token == task.eos_token_id:
             found.append(Span(END, step, is_end=True))
         else:
-            found.append(Span(_sign(task.text([token])), step))
+            found.append(Span(visible(task.text([token]).replace("\n", "↵")), step))
     if not is_text:
         return [span for item in found for span in (item, Span(" ", PROMPT))][:-1]
     *groups, last = [list(group) for _, group in groupby(found, lambda span: span.is_end)]
@@ -182,11 +167,6 @@ def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
         latest = max(span.step or 0 for span in last)
         last = [Span(f"{END}×{len(last)}", latest, is_end=True)]
     return [span for group in (*groups, last) for span in group]
-
-
-def _sign(token: str) -> str:
-    """A token on one line, as wide as it is shown."""
-    return visible(token.replace("\n", "↵"))
 
 
 def outcome(writing: Writing) -> str:
@@ -259,11 +239,6 @@ def check_picture(path: Path) -> None:
         raise UserError(f"{path} exists and is no picture of unmask: give another --svg")
 
 
-def write_picture(path: Path, writings: Sequence[Writing]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, picture(writings))
-
-
 def picture(writings: Sequence[Writing]) -> str:
     """The SVG of what was written: one line per step of each rule, every token in the colour of its step."""
     rows: list[list[tuple[str, str]]] = []  # each of (text, style)
@@ -275,15 +250,15 @@ def picture(writings: Sequence[Writing]) -> str:
         same = list(group)
         if same[0].question:
             rows += [[], *([(line, "fill:#111827")] for line in _wrapped_text(same[0].question))]
-            answer = _wrapped_text(f"answer: {same[0].wanted}")
-            rows += [[("answer:", "fill:#6b7280"), (answer[0].removeprefix("answer:"), "fill:#111827")]]
-            rows += [[(line, "fill:#111827")] for line in answer[1:]]
+            first, *more = _wrapped_text(f"answer: {same[0].wanted}")
+            rows += [[("answer:", "fill:#6b7280"), (first.removeprefix("answer:"), "fill:#111827")]]
+            rows += [[(line, "fill:#111827")] for line in more]
         for writing in same:
             verdict = "#15803d" if writing.valid else "#b91c1c"
-            rows += [
-                [],
-                [(f"{writing.policy}: ", "fill:#111827;font-weight:700"), (outcome(writing), f"fill:{verdict}")],
-            ]
+            rows.append([])
+            rows.append(
+                [(f"{writing.policy}: ", "fill:#111827;font-weight:700"), (outcome(writing), f"fill:{verdict}")]
+            )
             for step, frame in enumerate(writing.frames):
                 for part, line in enumerate(wrapped(frame, WIDTH - 4)):
                     rows.append([(f"{step:>2}  " if part == 0 else "    ", "fill:#6b7280")])

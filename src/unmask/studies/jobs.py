@@ -30,10 +30,7 @@ class Job(NamedTuple):
     log: Path | None  # its output is appended here; None: it goes where this process writes
 
 
-class Ended(NamedTuple):
-    code: int
-    started: float  # seconds since the epoch
-    seconds: float
+Ended = Callable[[Job, int, float, float], None]  # the exit code, when it started since the epoch, and the seconds
 
 
 class _Running:
@@ -54,9 +51,7 @@ class _Running:
         return time.perf_counter() - self.clock
 
 
-def run_jobs(
-    jobs: Sequence[Job], at_once: int, began: Callable[[Job], None], ended: Callable[[Job, Ended], None]
-) -> None:
+def run_jobs(jobs: Sequence[Job], at_once: int, began: Callable[[Job], None], ended: Ended) -> None:
     """Run all jobs, at most `at_once` at a time, each when those that it waits for have ended.
 
     Where one fails, those under way are waited for, no other is started, and JobError is raised.  On SIGTERM and on
@@ -74,7 +69,7 @@ def run_jobs(
         code = one.process.wait()
         running.remove(one)
         status.stop()
-        ended(one.job, Ended(code, one.started, one.seconds))
+        ended(one.job, code, one.started, one.seconds)
         return code
 
     with stop_signal() as stop:
@@ -93,10 +88,9 @@ def run_jobs(
                 if stop.came:
                     raise Stopped("stopped by SIGTERM; the same command resumes it")
                 if running:
-                    times = ", ".join(
-                        f"{one.job.name} {one.seconds // 60:.0f}:{one.seconds % 60:02.0f}" for one in running
-                    )
-                    show(f"{len(running)} running: {times}" + (f"; {len(waiting)} to come" if waiting else ""))
+                    times = [f"{one.job.name} {one.seconds // 60:.0f}:{one.seconds % 60:02.0f}" for one in running]
+                    more = f"; {len(waiting)} to come" if waiting else ""
+                    show(f"{len(running)} running: {', '.join(times)}{more}")
                     time.sleep(PAUSE)
         finally:
             for one in running:

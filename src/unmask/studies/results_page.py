@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from unmask.display import visible
 from unmask.evaluation.compare import PLAIN_RULES, Gain
-from unmask.evaluation.records import COMPARED, EvaluationSpec, Record, read_records
+from unmask.evaluation.records import COMPARED, EvaluationSpec, Record, grouped, read_records
 from unmask.jsonl import ResultsError, read_jsonl
 from unmask.report.plots import Series, plot, svg
 from unmask.report.tables import distinctions
@@ -52,20 +52,12 @@ def read_results(folder: Path) -> list[Results]:
     if not folder.is_dir():
         raise ResultsError(f"{folder}: no such folder; give the folder of a study's records, OUT/results")
     if (folder / "recipe.json").exists():
-        raise ResultsError(
-            f"{folder} is a run: give the folder of a study's records, OUT/results, or leave --markdown out"
-        )
+        raise ResultsError(f"{folder} is a run: give a study's OUT/results, or leave --markdown out")
     found = []
     for path in sorted(folder.glob("*.jsonl")):
-        gains = folder / path.stem / "gains.jsonl"
-        found.append(
-            Results(
-                path.stem,
-                read_records(path),
-                read_jsonl(gains, Gain) if gains.exists() else [],
-                read_done(folder / path.stem / "stages.jsonl"),
-            )
-        )
+        beside = folder / path.stem
+        gains = read_jsonl(beside / "gains.jsonl", Gain) if (beside / "gains.jsonl").exists() else []
+        found.append(Results(path.stem, read_records(path), gains, read_done(beside / "stages.jsonl")))
     if not any(results.records for results in found):
         raise ResultsError(f"{folder} has no records: run `unmask reproduce` first and give its OUT/results")
     return found
@@ -92,9 +84,7 @@ def tables(studies: Sequence[Results], plots: str) -> str:
         for title, picture, records in _parts(results):
             spec = records[0].spec
             tokens = "greedy tokens" if spec.temperature == 0 else f"tokens at temperature {spec.temperature:g}"
-            gains = [
-                gain for gain in results.gains if all(getattr(gain, name) == getattr(spec, name) for name in _SHARED)
-            ]
+            gains = [g for g in results.gains if all(getattr(g, name) == getattr(spec, name) for name in _SHARED)]
             said = f"{spec.num_examples:,} problems{_constants(records)}; {tokens}. Denoisers: {_denoisers(records)}."
             parts += [f"## {title}", said, f"![{title}: accuracy against mean steps]({plots}/{picture})"]
             parts += [_table(*rows) for rows in (_orders(records, gains), _rivals(gains)) if rows[1]]
@@ -116,13 +106,11 @@ _SHARED = tuple(name for name in COMPARED if name in Gain.__dataclass_fields__)
 
 
 def _parts(results: Results) -> list[Part]:
-    groups: dict[tuple[object, ...], list[Record]] = {}
-    for record in results.records:
-        groups.setdefault(record.spec.setting, []).append(record)
+    groups = grouped(results.records, lambda record: record.spec.setting).values()
     found = []
-    for records in groups.values():
+    for records in groups:
         split = records[0].spec.split
-        ways = [group[0] for group in groups.values() if group[0].spec.split == split]
+        ways = [group[0] for group in groups if group[0].spec.split == split]
         how = [way for way in distinctions(records[0], ways) if not way.startswith("order of seed")]
         models = ", ".join(sorted({record.spec.model for record in records}))
         name = "-".join([results.name, split, *how]).replace(" ", "-")
@@ -142,41 +130,22 @@ def _orders(records: Sequence[Record], gains: Sequence[Gain]) -> Rows:
     rows = []
     best = {_group(gain): gain for gain in gains if gain.best}
     learned = sorted((r for r in records if r.spec.learned), key=lambda r: _place(r.spec))
-    for group in dict.fromkeys(_group(record.spec) for record in learned):
-        orders = [record for record in learned if _group(record.spec) == group]
+    for group, orders in grouped(learned, lambda record: _group(record.spec)).items():
         gain = best.get(group)
         by_seed = dict(zip(gain.seeds, gain.seed_gains, strict=True)) if gain else {}
-        for record in orders:
-            spec, outcome = record.spec, record.outcome
-            own = f"{100 * by_seed[spec.trained_seed]:+.1f}" if spec.trained_seed in by_seed else "–"
-            rows.append(
-                [
-                    _kind(spec),
-                    f"{spec.trained_budget}",
-                    f"{spec.trained_seed}",
-                    f"{outcome.mean_steps:.2f}",
-                    f"{outcome.fewest_steps}–{outcome.most_steps}",
-                    _percent(outcome.score),
-                    f"{_percent(outcome.ci_low)}–{_percent(outcome.ci_high)}",
-                    *(_percent(outcome.metrics[name]) if name in outcome.metrics else "–" for name in metrics),
-                    "",
-                    own,
-                ]
-            )
+        for spec, outcome in [(record.spec, record.outcome) for record in orders]:
+            own = [_percent(outcome.metrics[name]) if name in outcome.metrics else "–" for name in metrics]
+            steps = [f"{outcome.mean_steps:.2f}", f"{outcome.fewest_steps}–{outcome.most_steps}"]
+            solved = [_percent(outcome.score), f"{_percent(outcome.ci_low)}–{_percent(outcome.ci_high)}"]
+            difference = f"{100 * by_seed[spec.trained_seed]:+.1f}" if spec.trained_seed in by_seed else "–"
+            order = [_kind(spec), f"{spec.trained_budget}", f"{spec.trained_seed}"]
+            rows.append([*order, *steps, *solved, *own, "", difference])
         if gain:
+            said = [_kind(gain), gain.trained_budget, f"mean of {len(gain.seeds)}", f"{gain.mean_steps:.2f}"]
+            rival = f"{_percent(gain.rival_score)} {_called(gain.rival)}"
+            empty = [""] * (1 + len(metrics))
             rows.append(
-                [
-                    f"**{_kind(gain)}**",
-                    f"**{gain.trained_budget}**",
-                    f"**mean of {len(gain.seeds)}**",
-                    f"**{gain.mean_steps:.2f}**",
-                    "",
-                    f"**{_percent(gain.score)}**",
-                    "",
-                    *("" for _ in metrics),
-                    f"{_percent(gain.rival_score)} {_called(gain.rival)}",
-                    f"**{_gain(gain)}**",
-                ]
+                [*(f"**{x}**" for x in said), "", f"**{_percent(gain.score)}**", *empty, rival, f"**{_gain(gain)}**"]
             )
     return headings, rows
 
@@ -198,58 +167,40 @@ def _constants(records: Sequence[Record]) -> str:
 def _rivals(gains: Sequence[Gain]) -> Rows:
     """The orders of each group against every rule."""
     headings = ["order", "T", "steps", "against", "its score", "its steps", "gain, 95%"]
-    ordered = sorted(gains, key=lambda g: (*_place(g), g.rival not in PLAIN_RULES, -g.rival_score, g.rival))
-    return headings, [
-        [
-            _kind(g),
-            f"{g.trained_budget}",
-            f"{g.mean_steps:.2f}",
-            _called(g.rival),
-            _percent(g.rival_score),
-            "the same" if g.rival_steps > g.mean_steps - 0.005 else f"{g.rival_steps:.2f}",
-            _gain(g),
-        ]
-        for g in ordered
-    ]
+    rows = []
+    for g in sorted(gains, key=lambda g: (*_place(g), g.rival not in PLAIN_RULES, -g.rival_score, g.rival)):
+        steps = "the same" if g.rival_steps > g.mean_steps - 0.005 else f"{g.rival_steps:.2f}"
+        order = [_kind(g), f"{g.trained_budget}", f"{g.mean_steps:.2f}"]
+        rows.append([*order, _called(g.rival), _percent(g.rival_score), steps, _gain(g)])
+    return headings, rows
 
 
 def _heuristics(records: Sequence[Record]) -> Iterable[Rows]:
     """The rules on each denoiser, one column per budget."""
     plain = [record for record in records if not record.spec.learned]
-    for denoiser in dict.fromkeys(record.spec.denoiser for record in plain):
-        own = {(r.spec.policy, r.spec.budget): r for r in plain if r.spec.denoiser == denoiser}
-        budgets = sorted({budget for _, budget in own})
-        rules = sorted({rule for rule, _ in own}, key=lambda rule: (_rule_place(rule), rule))
-        rows = [
-            [_called(rule), *(_reached(own[rule, budget]) if (rule, budget) in own else "" for budget in budgets)]
-            for rule in rules
-        ]
+    for denoiser, own in grouped(plain, lambda record: record.spec.denoiser).items():
+        cells: dict[str, dict[int, str]] = {}  # the score, with the steps where a rule took fewer than it was given
+        for spec, outcome in [(record.spec, record.outcome) for record in own]:
+            fewer = f" ({outcome.mean_steps:.1f})" if outcome.mean_steps < spec.budget - 0.05 else ""
+            cells.setdefault(spec.policy, {})[spec.budget] = _percent(outcome.score) + fewer
+        budgets = sorted({record.spec.budget for record in own})
+        rules = [*(rule for rule in PLAIN_RULES if rule in cells), *sorted(set(cells) - set(PLAIN_RULES))]
+        rows = [[_called(rule), *(cells[rule].get(budget, "") for budget in budgets)] for rule in rules]
         yield [f"`{denoiser[:6]}`, steps:", *map(str, budgets)], rows
-
-
-def _reached(record: Record) -> str:
-    """The score, with the steps where a rule took fewer than it was given."""
-    steps = record.outcome.mean_steps
-    return _percent(record.outcome.score) + (f" ({steps:.1f})" if steps < record.spec.budget - 0.05 else "")
 
 
 def _times(done: Sequence[Done]) -> str:
     """The stages by what one asks for: all seeds of an order, or all evaluations on a split."""
-    totals: dict[str, list[Done]] = {}
-    for attempt in done:
-        run = attempt.stage.partition("/")[0]
-        name = f"evaluate {run}" if "/" in attempt.stage else f"train {run.partition('-seed')[0]}"
-        totals.setdefault(name, []).append(attempt)
-    rows = [
-        [
-            name,
-            f"{len({attempt.stage for attempt in attempts})}",
-            f"{max(attempt.jobs for attempt in attempts)}",
-            f"{wall_seconds(attempts) / 60:.1f}",
-            ", ".join(sorted({attempt.device for attempt in attempts})),
-        ]
-        for name, attempts in totals.items()
-    ]
+
+    def total(attempt: Done) -> str:
+        run, split, _ = attempt.stage.partition("/")
+        return f"evaluate {run}" if split else f"train {run.partition('-seed')[0]}"
+
+    rows = []
+    for name, attempts in grouped(done, total).items():
+        commands, at_once = len({attempt.stage for attempt in attempts}), max(attempt.jobs for attempt in attempts)
+        devices = ", ".join(sorted({attempt.device for attempt in attempts}))
+        rows.append([name, f"{commands}", f"{at_once}", f"{wall_seconds(attempts) / 60:.1f}", devices])
     rows.append(["**all**", "", "", f"**{wall_seconds(done) / 60:.1f}**", ""])
     note = "Wall time. Where several commands ran at once, the rows overlap and add up to more than the last one."
     table = _table(["stage", "commands", "at once, at most", "minutes", "hardware"], rows)
@@ -282,10 +233,6 @@ def _called(rule: str) -> str:
     return NAMES.get(rule, rule)
 
 
-def _rule_place(rule: str) -> int:
-    return PLAIN_RULES.index(rule) if rule in PLAIN_RULES else len(PLAIN_RULES)
-
-
 def _kind(order: EvaluationSpec | Gain) -> str:
     return f"{'joint' if order.joint else 'frozen'}, {_called(order.policy)}"
 
@@ -316,9 +263,8 @@ def rule_series(records: Sequence[Record]) -> list[Series]:
     """The paper's three rules and the two others with the highest score, on the denoiser that most orders share."""
     learned = {record.spec.denoiser for record in records if record.spec.learned}
     plain = sorted((record for record in records if not record.spec.learned), key=lambda r: r.mean_steps)
-    curves: dict[str, list[Record]] = {}
-    for record in [record for record in plain if record.spec.denoiser in learned] or plain:
-        curves.setdefault(record.spec.policy, []).append(record)
+    shared = [record for record in plain if record.spec.denoiser in learned] or plain
+    curves = grouped(shared, lambda record: record.spec.policy)
     best = {rule: max(record.outcome.score for record in curve) for rule, curve in curves.items()}
     others = sorted(set(best) - set(PLAIN_RULES), key=lambda rule: (-best[rule], rule))[:2]
     rules = [rule for rule in (*PLAIN_RULES, *others) if rule in best]
@@ -327,8 +273,8 @@ def rule_series(records: Sequence[Record]) -> list[Series]:
 
 def order_series(records: Sequence[Record]) -> list[Series]:
     """One per kind of order, one point per budget."""
-    points: dict[str, dict[object, list[Record]]] = {}
-    learned = [record for record in records if record.spec.learned]
-    for record in sorted(learned, key=lambda r: (_kind(r.spec), *_place(r.spec))):
-        points.setdefault(_kind(record.spec), {}).setdefault(_group(record.spec), []).append(record)
-    return [Series(f"learned, {kind}", list(groups.values())) for kind, groups in points.items()]
+    learned = sorted((r for r in records if r.spec.learned), key=lambda r: (_kind(r.spec), *_place(r.spec)))
+    return [
+        Series(f"learned, {kind}", list(grouped(own, lambda record: _group(record.spec)).values()))
+        for kind, own in grouped(learned, lambda record: _kind(record.spec)).items()
+    ]

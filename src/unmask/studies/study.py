@@ -26,20 +26,25 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch
 
 from unmask import files
+from unmask.decoding.policies import Learned, parse_policy
+from unmask.display import say
 from unmask.errors import UserError, did_you_mean
+from unmask.evaluation.compare import at_most_steps, curves, gains, rivals
+from unmask.evaluation.evaluate import device_name, revision
+from unmask.evaluation.records import Record, grouped, read_run, record_lines
 from unmask.fields import build
 from unmask.jsonl import append_jsonl, read_jsonl, sealed
-from unmask.recipe import Recipe, differences, load_recipe, not_continued, read_toml, recipe_folder
-
-if TYPE_CHECKING:
-    from unmask.evaluation.records import Record
-    from unmask.studies.jobs import Ended, Job
+from unmask.recipe import Recipe, differences, known_studies, load_recipe, not_continued, read_toml, recipe_folder
+from unmask.studies.jobs import Job, run_jobs
+from unmask.training.run_folder import is_finished, locked, read_recipe
 
 SEED = 0  # of the sampling: orders can be compared only if it is the same for all
 
@@ -149,11 +154,6 @@ class Done:
     models: str  # hash of the models that it used
 
 
-def known_studies() -> list[str]:
-    """The names of the studies that come with unmask."""
-    return sorted(study.stem for study in (recipe_folder() / "studies").glob("*.toml"))
-
-
 def load_study(name: str) -> tuple[Study, Path]:
     """A study by path, or by the name of one that comes with unmask; and its file."""
     path = Path(name)
@@ -162,24 +162,16 @@ def load_study(name: str) -> tuple[Study, Path]:
     if not path.is_file():
         known = known_studies()
         raise UserError(f"no study {name!r}; {did_you_mean(name, known)}give a file or one of {', '.join(known)}")
-    study = build(Study, read_toml(path), "study")
-    return study, path
+    return build(Study, read_toml(path), "study"), path
 
 
 class Reproduction:
     """A study in a folder.  Each stage is a process, and `jobs` of them run at once."""
 
     def __init__(
-        self,
-        study: Study,
-        path: Path,
-        out: Path,
-        overrides: Sequence[str] = (),
-        cpu: bool = False,
-        say: Callable[[str], None] = lambda text: None,
-        jobs: int = 1,
+        self, study: Study, path: Path, out: Path, overrides: Sequence[str] = (), cpu: bool = False, jobs: int = 1
     ) -> None:
-        self.study, self.out, self.cpu, self.say, self.jobs = study, out, cpu, say, jobs
+        self.study, self.out, self.cpu, self.jobs = study, out, cpu, jobs
         self.records = out / "results" / f"{path.stem}.jsonl"
         self.beside = out / "results" / path.stem
         self.best_others: list[str] = []  # as far as they are known
@@ -294,8 +286,6 @@ class Reproduction:
 
     def run(self, wanted: Sequence[str] = ()) -> None:
         """Do what has not been done; what was interrupted is resumed."""
-        from unmask.training.run_folder import locked
-
         self.out.mkdir(parents=True, exist_ok=True)
         with locked(self.out):
             stages = self.stages(wanted)
@@ -327,8 +317,6 @@ class Reproduction:
 
     def _run(self, shown: dict[Stage, str]) -> None:
         """Run the stages that are not done, each as soon as what it needs is there; `shown`: how it is announced."""
-        from unmask.studies.jobs import Job, run_jobs
-
         left: dict[str, Stage] = {}
         jobs: list[Job] = []
         for stage, text in shown.items():
@@ -336,10 +324,9 @@ class Reproduction:
                 needs, first = ", ".join(self.study.others), self.study.evaluate[0].split
                 raise UserError(f"{stage.name} needs the best of {needs}: run stage {first} first")
             if self._is_done(stage):
-                self.say(f"{text}: done before")
+                say(f"{text}: done before")
                 continue
-            words = self.command(stage)
-            folder = self.out / stage.run
+            words, folder = self.command(stage), self.out / stage.run
             if stage.split is None and (folder / "recipe.json").exists() and not (folder / "checkpoints").exists():
                 words.append("--force")  # it was interrupted before its first checkpoint
             # Evaluations of the same run write to the same records: never at once.
@@ -349,18 +336,16 @@ class Reproduction:
             left[stage.name] = stage
 
         def began(job: Job) -> None:
-            self.say(f"{shown[left[job.name]]}: {self.typed(left[job.name])}")
+            say(f"{shown[left[job.name]]}: {self.typed(left[job.name])}")
 
-        def ended(job: Job, how: Ended) -> None:
-            self._note(left[job.name], how)
-            said = {0: "done in", 75: "stopped after"}.get(how.code, "failed after")
-            self.say(f"{shown[left[job.name]]}: {said} {how.seconds:.0f} s")
+        def ended(job: Job, code: int, started: float, seconds: float) -> None:
+            self._note(left[job.name], code == 0, started, seconds)
+            said = {0: "done in", 75: "stopped after"}.get(code, "failed after")
+            say(f"{shown[left[job.name]]}: {said} {seconds:.0f} s")
 
         run_jobs(jobs, self.jobs, began, ended)
 
     def _is_trained(self, run: str) -> bool:
-        from unmask.training.run_folder import is_finished
-
         return is_finished(self.out / run)
 
     def _is_done(self, stage: Stage) -> bool:
@@ -370,12 +355,11 @@ class Reproduction:
             return any(done.finished and (done.stage, done.command, done.models) == key for done in found)
         if not self._is_trained(stage.run):
             return False
-        from unmask.training.run_folder import read_recipe
-
         folder = self.out / stage.run
-        if keys := [key for key, _, _ in differences(read_recipe(folder), self.runs[stage.run].recipe)]:
-            said = f"{folder} was trained by a recipe with another {' and '.join(keys)}"
-            raise UserError(f"{said}: move it away, or give another --out")
+        if keys := " and ".join(key for key, _, _ in differences(read_recipe(folder), self.runs[stage.run].recipe)):
+            raise UserError(
+                f"{folder} was trained by a recipe with another {keys}: move it away, or give another --out"
+            )
         return True
 
     def _models(self, stage: Stage) -> str:
@@ -386,60 +370,44 @@ class Reproduction:
         text = json.dumps([[found.get(name) for name in names] for found in listed])
         return hashlib.sha256(text.encode()).hexdigest()[:12] if listed else ""
 
-    def _note(self, stage: Stage, how: Ended) -> None:
+    def _note(self, stage: Stage, finished: bool, started: float, seconds: float) -> None:
         """Add an attempt to stages.jsonl."""
-        import torch
-
-        from unmask.evaluation.evaluate import device_name, revision
-
         device = device_name(torch.device("cuda" if torch.cuda.is_available() and not self.cpu else "cpu"))
-        times = round(how.started, 3), round(how.seconds, 3)
         ran_on = device, torch.__version__, revision(), self._models(stage)
+        times = round(started, 3), round(seconds, 3)
         self.beside.mkdir(parents=True, exist_ok=True)
-        done = Done(stage.name, self.typed(stage), how.code == 0, *times, self.jobs, *ran_on)
+        done = Done(stage.name, self.typed(stage), finished, *times, self.jobs, *ran_on)
         append_jsonl(self.beside / "stages.jsonl", [done])
 
     # --- what came of it ----------------------------------------------------------------------------------------------
 
     def evaluated(self) -> list[Record]:
         """Everything that has been evaluated, of all runs."""
-        from unmask.evaluation.records import read_run
-
         folders = [self.out / run for run in self.runs]
         return [record for run in folders if (run / "results.jsonl").exists() for record in read_run(run)]
 
     def collect(self) -> None:
         """Put the records of all runs into one file, and the recipes and the gains beside it."""
-        from unmask.evaluation.compare import gains
-        from unmask.evaluation.records import record_lines
-
         (self.beside / "recipes").mkdir(parents=True, exist_ok=True)
         for run in self.runs:
             if self._is_trained(run):
                 shutil.copy(self.out / run / "recipe.json", self.beside / "recipes" / f"{run}.json")
         records = self.evaluated()
-        _rewrite(self.records, record_lines(records))
-        _rewrite(self.beside / "gains.jsonl", gains(records))
+        for path, items in ((self.records, record_lines(records)), (self.beside / "gains.jsonl", gains(records))):
+            files.write_text(path, "".join(f"{sealed(asdict(item))}\n" for item in items))
 
     def _best_others(self) -> list[str]:
         """Of the other rules, for each budget the one with the best mean score at its orders' steps on the first split.
 
         A rule that takes fewer steps than an order even at its largest budget counts with its score there.
         """
-        from unmask.decoding.policies import parse_policy
-        from unmask.evaluation.compare import at_most_steps, curves, rivals
-
         if not (self.study.others and self.study.evaluate):
             return []
         first, chosen = self.study.evaluate[0], [_learned_name(rule) for rule in self.study.learned]
         records = [record for record in self.evaluated() if record.spec.split == first.split]
-        orders: dict[int, list[Record]] = {}
-        for record in records:
-            spec = record.spec
-            if spec.policy in chosen and spec.trained_budget and spec.plain_denoiser == spec.denoiser:
-                orders.setdefault(spec.trained_budget, []).append(record)
+        orders = [r for r in records if r.spec.policy in chosen and r.spec.plain_denoiser == r.spec.denoiser]
         names, best = {parse_policy(rule).name for rule in self.study.others}, []
-        for _, ours in sorted(orders.items()):
+        for _, ours in sorted(grouped(orders, lambda record: record.spec.trained_budget or 0).items()):
             scores: dict[str, list[float]] = {}
             for learned in ours:
                 for curve in curves(rivals(learned, records)):
@@ -453,8 +421,6 @@ class Reproduction:
 
 def _learned_name(rule: str) -> str:
     """The name of a form of the learned rule, as records have it."""
-    from unmask.decoding.policies import Learned, parse_policy
-
     parsed = parse_policy(rule, network=cast(Any, object()))
     if not isinstance(parsed, Learned):
         raise UserError(f"{rule!r} is no learned order: write learned, or learned(deterministic)")
@@ -478,8 +444,3 @@ def _instead(name: str, known: Iterable[str]) -> str:
 
 def read_done(path: Path) -> list[Done]:
     return read_jsonl(path, Done) if path.exists() else []
-
-
-def _rewrite(path: Path, items: Sequence[Any]) -> None:
-    """Replace the file whole."""
-    files.write_text(path, "".join(f"{sealed(asdict(item))}\n" for item in items))
