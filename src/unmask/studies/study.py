@@ -34,9 +34,9 @@ from typing import Any, cast
 import torch
 
 from unmask import files
-from unmask.decoding.policies import Learned, parse_policy
+from unmask.decoding.policies import Learned, check_policy, parse_policy
 from unmask.display import say
-from unmask.errors import UserError, did_you_mean
+from unmask.errors import UserError, did_you_mean, require
 from unmask.evaluation.compare import at_most_steps, curves, gains, rivals
 from unmask.evaluation.evaluate import device_name, revision
 from unmask.evaluation.records import Record, grouped, read_run, record_lines
@@ -89,6 +89,11 @@ class Study:
     def __post_init__(self) -> None:
         for rule in (*self.learned, *self.learned_tried):
             _learned_name(rule)
+        for rule in (*self.policies, *self.others):
+            check_policy(rule)
+        require(bool(self.train), "a study needs at least one [[train]]")
+        for split in self.evaluate:
+            require(split.examples >= 1, f"{split.split}: examples must be at least 1, got {split.examples}")
         names = [training.name for training in self.train]
         for name in names:
             if Path(name).name != name or name in ("", "..", "results", "logs", "lock"):
@@ -114,10 +119,6 @@ class Run:
     source: str  # the recipe's name or file
     overrides: tuple[str, ...]
     recipe: Recipe
-
-    @property
-    def is_joint(self) -> bool:
-        return self.recipe.order is not None and self.recipe.order.denoiser_rate > 0
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class Reproduction:
             recipe, baseline = run.recipe, run.training.baseline
             if recipe.order is not None:
                 model = recipe.model.label or (recipe.init, recipe.model.causal, recipe.model.size)
-                other = found.setdefault((model, recipe.order.budget, run.is_joint, recipe.seed), name)
+                other = found.setdefault((model, recipe.order.budget, run.recipe.is_joint, recipe.seed), name)
                 if other != name:
                     raise UserError(
                         f"{other} and {name} have the same budget and the same seed: set another model.label in one "
@@ -240,10 +241,11 @@ class Reproduction:
         for run in [run for run in runs if run not in elsewhere]:
             if run in budgets:  # it brings its own denoiser for the heuristics
                 stages.append(Stage(run, split, (*learned, *study.policies), best_others))
-                continue
-            against = tuple(order for order in elsewhere if rivals_of[order] == run)
-            stages.append(Stage(run, split, study.policies, best_others, split.steps, against))
-            frozen = tuple(order for order in against if not self.runs[order].is_joint)
+                against: tuple[str, ...] = (run,)
+            else:
+                against = tuple(order for order in elsewhere if rivals_of[order] == run)
+                stages.append(Stage(run, split, study.policies, best_others, split.steps, against))
+            frozen = tuple(order for order in against if not self.runs[order].recipe.is_joint)
             if first and study.others and frozen:  # by these the best of the others are chosen
                 # Beyond the orders' budgets too: some rules finish by themselves, and then that score counts.
                 most = max(budgets[order] for order in frozen)
@@ -254,17 +256,17 @@ class Reproduction:
     def _denoiser_of(self, name: str) -> str:
         """The run that trained the denoiser of a run, as far as the study knows: a frozen order has another's."""
         run = self.runs.get(name)
-        if run is None or run.is_joint or run.recipe.denoise is not None:
+        if run is None or run.recipe.is_joint or run.recipe.denoise is not None:
             return name
         return self._denoiser_of(run.start) or name
 
     def command(self, stage: Stage) -> list[str]:
-        """The words after `unmask`; BEST-OTHER stands for the best of the other rules until they are known."""
+        """The words after `unmask`, with the best of the other rules as far as they are known."""
         run, folder = self.runs[stage.run], self.out / stage.run
         if stage.split is None:
             words = ["train", run.source, *_each("--set", run.overrides), "--out", str(folder)]
         else:
-            others = (self.best_others or ["BEST-OTHER"]) if stage.best_others else []
+            others = self.best_others if stage.best_others else []
             words = ["evaluate", str(folder), "--split", stage.split.split, "--examples", str(stage.split.examples)]
             words += ["--seed", str(SEED), "--temperature", f"{run.recipe.evaluate.temperature:g}"]
             words += [*_each("--policy", [*stage.policies, *others]), *_each("--steps", stage.steps)]
@@ -274,8 +276,10 @@ class Reproduction:
         return [*words, "--cpu"] if self.cpu else words
 
     def typed(self, stage: Stage) -> str:
-        """The command as one would type it."""
-        return shlex.join(["unmask", *self.command(stage)])
+        """The command as one would type it; a comment says what is not known yet."""
+        missing = "  # and --policy with the best of the other rules, which the first split tells"
+        unknown = stage.best_others and not self.best_others
+        return shlex.join(["unmask", *self.command(stage)]) + (missing if unknown else "")
 
     def commands(self, wanted: Sequence[str] = ()) -> list[str]:
         """All commands as one would type them, with what is known by now."""
@@ -406,7 +410,7 @@ class Reproduction:
         first, chosen = self.study.evaluate[0], [_learned_name(rule) for rule in self.study.learned]
         records = [record for record in self.evaluated() if record.spec.split == first.split]
         orders = [r for r in records if r.spec.policy in chosen and r.spec.plain_denoiser == r.spec.denoiser]
-        names, best = {parse_policy(rule).name for rule in self.study.others}, []
+        names, best = {parse_policy(rule).name: rule for rule in self.study.others}, []  # as the study writes them
         for _, ours in sorted(grouped(orders, lambda record: record.spec.trained_budget or 0).items()):
             scores: dict[str, list[float]] = {}
             for learned in ours:
@@ -415,7 +419,7 @@ class Reproduction:
                     if rule in names and score is not None:
                         scores.setdefault(rule, []).append(score)
             known = {rule: sum(found) for rule, found in scores.items() if len(found) == len(ours)}
-            best += [max(known, key=lambda rule: known[rule])] if known else []
+            best += [names[max(known, key=lambda rule: known[rule])]] if known else []
         return list(dict.fromkeys(best))
 
 
