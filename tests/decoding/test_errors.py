@@ -290,7 +290,7 @@ RULES_OF_OTHERS = {
         "answers looks at step.stats['margin']: it must declare this in `reads`",
     ),
     "reads something else": (
-        (lambda step: Decision(step.log_c("max") > -1), {"margin"}),
+        (lambda step: Decision(step.stats["log_top"] > -1), {"margin"}),
         "answers looks at step.stats['log_top']: it must declare this in `reads`",
     ),
     "reads is no set": ((lambda step: None, None), "answers: `reads` must be a set of names, got None"),
