@@ -83,7 +83,7 @@ class Policy:
 
     @property
     def name(self) -> str:
-        shown, parameters = [], parameters_of(type(self))
+        shown, parameters = [], fields_of(type(self))
         for parameter in parameters:
             value = getattr(self, parameter.name)
             if not parameter.kw_only:
@@ -140,7 +140,7 @@ class NetworkPolicy(Policy):
         return self.network(step.hidden, stats, step.masked, t, step.attention_mask)
 
 
-def parameters_of(rule: type[Policy]) -> list[Field[Any]]:
+def fields_of(rule: type[Policy]) -> list[Field[Any]]:
     """What a string may say about a rule: all of its fields but the network."""
     return [parameter for parameter in fields(rule) if parameter.repr]
 

@@ -51,9 +51,8 @@ class Blocks(Policy):
 
     def check(self, max_steps: int, num_response: Tensor) -> None:
         size, smallest, largest = self.size, int(num_response.min()), int(num_response.max())
-        require(
-            smallest >= size, f"blocks of {size} are larger than a response of {smallest} tokens: give smaller ones"
-        )
+        large = f"blocks of {size} are larger than a response of {smallest} tokens"
+        require(smallest >= size, f"{large}: give smaller ones")
         blocks = -(-largest // size)
         enough = f"give at least {blocks} steps, not {max_steps}"
         require(max_steps >= blocks, f"a response of {largest} tokens has {blocks} blocks of {size}: {enough}")
