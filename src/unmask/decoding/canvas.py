@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,17 +41,15 @@ class Canvas:
 
     def take(self, rows: Tensor | slice) -> Canvas:
         """A copy of some rows."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "memory"}
-        picked: dict[str, Any] = {
-            name: None if value is None else value[rows].clone() for name, value in values.items()
-        }
-        return Canvas(**picked, memory={name: kept[rows].clone() for name, kept in self.memory.items()})
+        tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+        copies: dict[str, Any] = {name: value[rows].clone() for name, value in tensors.items()}
+        return replace(self, **copies, memory={name: kept[rows].clone() for name, kept in self.memory.items()})
 
     def put(self, rows: Tensor | slice, other: Canvas) -> None:
         """Overwrite rows in place; the slots stay."""
-        for field in fields(self):
-            if field.name not in ("slot", "memory") and getattr(self, field.name) is not None:
-                getattr(self, field.name)[rows] = getattr(other, field.name)
+        for name, value in vars(self).items():
+            if torch.is_tensor(value) and name != "slot":
+                value[rows] = getattr(other, name)
         for name, kept in self.memory.items():
             kept[rows] = other.memory[name]
 

@@ -1,13 +1,9 @@
 """One step of a canvas: the denoiser's pass, the projection where somebody reads it, the rule's decision, the writing.
 
-The same code runs in two ways.  Eager: shapes follow the work; finished rows leave, and only the positions that are
-read are projected.  Static: the batch keeps its size and positions come in whole chunks, so products round alike
-whatever is in the batch.  Compiled, the static pieces go through torch.compile, and on a GPU a whole step is one CUDA
-graph, one for each number of chunks.
-
-A small model is as fast as the host launches kernels, so the eager step launches few: what the host knows (which step
-a row is at) is not computed on the device.  It waits for the device twice per step: before the pass for the positions
-to read, and after it for the status.
+Eager: shapes follow the work; finished rows leave, and only the positions that are read are projected.  It launches few
+kernels and waits for the device twice per step: before the pass for the positions to read, after it for the status.
+Static: the batch keeps its size and positions come in whole chunks, so products round alike whatever is in the batch.
+Compiled, the static pieces go through torch.compile, and on a GPU a step is one CUDA graph per number of chunks.
 """
 
 from __future__ import annotations
@@ -109,9 +105,8 @@ class Stepper:
 
     def fits(self, canvas: Canvas, longest: int) -> bool:
         """Whether what was compiled can take this batch."""
-        if longest > self.longest or (canvas.attention_mask is not None) != self.padded:
-            return False
-        return (*canvas.tokens.shape, canvas.tokens.device) == (self.batch, self.length, self.seed.device)
+        found = (*canvas.tokens.shape, canvas.tokens.device, canvas.attention_mask is not None)
+        return longest <= self.longest and found == (self.batch, self.length, self.seed.device, self.padded)
 
     def forget_draws(self) -> None:
         """The rows of the canvas have changed."""
