@@ -135,19 +135,10 @@ POLICIES: dict[str, Policy] = {
     text: parse_policy(text, NONEMPTY)  # type: ignore[arg-type]
     for text in (
         *("iid", "top-prob", "top-prob(confidence=sampled)", "margin", "entropy", "left-to-right"),
-        *("stochastic(margin,0.5)", "stochastic(top-prob(confidence=sampled),0.1)"),
-        *(
-            "threshold:0.7",
-            "threshold(0.5,paced)",
-            "threshold(0.8,confidence=sampled)",
-            "factor:1.5",
-            "factor(2,confidence=sampled)",
-        ),
-        *("eb:0.6", "eb(1.5,order=entropy)", "eb(2,order=margin)"),
-        *("klass", "klass(0.2,0.05,1)", "klass(0.1,0.1,2,confidence=sampled)", "dus"),
-        *("blocks(3,iid)", "blocks(3,top-prob)", "blocks(2,dus)", "blocks(3,klass(0.2,0.05,1))"),
-        *("blocks(3,threshold:0.7)", "blocks(2,stochastic(entropy,0.5))"),
-        *("rdm", "rdm(cosine,cond)", "rdm(linear,cond)", "p2", "remdm-cap:0.5", "remdm-rescale:0.5", "remdm-conf"),
+        *("stochastic(margin,0.5)", "threshold:0.7", "threshold(0.5,paced)", "factor(2,confidence=sampled)"),
+        *("eb:0.6", "eb(1.5,order=entropy)", "klass", "klass(0.2,0.05,1)", "dus"),
+        *("blocks(3,iid)", "blocks(3,top-prob)", "blocks(3,klass(0.2,0.05,1))", "blocks(2,stochastic(entropy,0.5))"),
+        *("rdm", "rdm(linear,cond)", "p2", "remdm-cap:0.5", "remdm-rescale:0.5", "remdm-conf"),
         *("learned", "learned(temperature=2,floor=0.2)", "learned(cap=2)", "learned(deterministic)"),
         *("lo-arm", "reward:3"),
     )

@@ -13,7 +13,6 @@ TABLES = {
     "huge": [[1e4, 0.0, -1e4], [-800.0, -801.0, -802.0]],
 }
 EVERYTHING = frozenset(Confidence.__annotations__)
-each_table = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
 
 
 def slow_softmax(logits):
@@ -33,34 +32,34 @@ def log_probabilities_of(table):
     return log_probabilities(torch.tensor(table, dtype=torch.float64))
 
 
-@each_table
-def test_the_three_confidences(table):
-    log_p = log_probabilities_of(table)
-    stats = confidence(log_p)
-    for row, logits in enumerate(table):
-        p = slow_softmax(logits)
-        assert log_p[row].exp().tolist() == pytest.approx(p, abs=1e-14)
-        ranked = sorted([*p, 0.0], reverse=True)  # with V = 1 there is no second: its probability is 0
-        entropy = -sum(value * math.log(value) for value in p if value > 0)
-        expected = [ranked[0], ranked[0] - ranked[1], entropy]
-        assert stats["log_top"][row].item() == pytest.approx(math.log(ranked[0]), abs=1e-12)
-        assert stats["margin"][row].item() == pytest.approx(expected[1], abs=1e-12)
-        assert stats["entropy"][row].item() == pytest.approx(entropy, abs=1e-12)
-        assert features(stats)[row].tolist() == pytest.approx(expected, abs=1e-12)
-
-
-@each_table
-def test_the_log_probability_of_a_token(table):
-    """Of the one proposed and of the one that stands there: every token in turn, impossible ones too."""
-    for token in range(len(table[0])):
-        here = torch.full((len(table),), token)
-        other = (here + 1) % len(table[0])
-        wanted = frozenset({"log_proposal", "log_current"})
-        stats = confidence(log_probabilities_of(table), wanted, proposal=here, current=other)
+def test_the_three_confidences():
+    for table in TABLES.values():
+        log_p = log_probabilities_of(table)
+        stats = confidence(log_p)
         for row, logits in enumerate(table):
-            log_p = slow_log_softmax(logits)
-            assert stats["log_proposal"][row].item() == pytest.approx(log_p[token], abs=1e-12)
-            assert stats["log_current"][row].item() == pytest.approx(log_p[int(other[row])], abs=1e-12)
+            p = slow_softmax(logits)
+            assert log_p[row].exp().tolist() == pytest.approx(p, abs=1e-14)
+            ranked = sorted([*p, 0.0], reverse=True)  # with V = 1 there is no second: its probability is 0
+            entropy = -sum(value * math.log(value) for value in p if value > 0)
+            expected = [ranked[0], ranked[0] - ranked[1], entropy]
+            assert stats["log_top"][row].item() == pytest.approx(math.log(ranked[0]), abs=1e-12)
+            assert stats["margin"][row].item() == pytest.approx(expected[1], abs=1e-12)
+            assert stats["entropy"][row].item() == pytest.approx(entropy, abs=1e-12)
+            assert features(stats)[row].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_log_probability_of_a_token():
+    """Of the one proposed and of the one that stands there: every token in turn, impossible ones too."""
+    for table in TABLES.values():
+        for token in range(len(table[0])):
+            here = torch.full((len(table),), token)
+            other = (here + 1) % len(table[0])
+            wanted = frozenset({"log_proposal", "log_current"})
+            stats = confidence(log_probabilities_of(table), wanted, proposal=here, current=other)
+            for row, logits in enumerate(table):
+                log_p = slow_log_softmax(logits)
+                assert stats["log_proposal"][row].item() == pytest.approx(log_p[token], abs=1e-12)
+                assert stats["log_current"][row].item() == pytest.approx(log_p[int(other[row])], abs=1e-12)
 
 
 def test_a_change_is_the_kl_of_now_from_before():
@@ -86,24 +85,24 @@ def test_a_change_of_random_tables():
         assert stats["change"][row].item() == pytest.approx(expected, abs=1e-12)
 
 
-@each_table
-def test_a_largest_that_is_known_makes_no_difference(table):
+def test_a_largest_that_is_known_makes_no_difference():
     """Any of equally probable tokens may be named as the largest."""
-    log_p = log_probabilities_of(table)
-    generator = torch.Generator().manual_seed(2)
-    options = {
-        "proposal": torch.randint(log_p.shape[-1], (len(table),), generator=generator),
-        "current": torch.randint(log_p.shape[-1], (len(table),), generator=generator),
-        "previous": log_probabilities(torch.randn(log_p.shape, dtype=torch.float64, generator=generator)),
-    }
-    found = confidence(log_p, EVERYTHING, **options)
-    is_top = (log_p == log_p.amax(-1, keepdim=True)).long()
-    first, last = is_top.argmax(-1), log_p.shape[-1] - 1 - is_top.flip(-1).argmax(-1)
-    for best in (first, last):
-        told = confidence(log_p, EVERYTHING, best, **options)
-        assert set(told) == set(found) == EVERYTHING
-        for name in EVERYTHING:
-            assert told[name].tolist() == pytest.approx(found[name].tolist(), abs=1e-12)
+    for table in TABLES.values():
+        log_p = log_probabilities_of(table)
+        generator = torch.Generator().manual_seed(2)
+        options = {
+            "proposal": torch.randint(log_p.shape[-1], (len(table),), generator=generator),
+            "current": torch.randint(log_p.shape[-1], (len(table),), generator=generator),
+            "previous": log_probabilities(torch.randn(log_p.shape, dtype=torch.float64, generator=generator)),
+        }
+        found = confidence(log_p, EVERYTHING, **options)
+        is_top = (log_p == log_p.amax(-1, keepdim=True)).long()
+        first, last = is_top.argmax(-1), log_p.shape[-1] - 1 - is_top.flip(-1).argmax(-1)
+        for best in (first, last):
+            told = confidence(log_p, EVERYTHING, best, **options)
+            assert set(told) == set(found) == EVERYTHING
+            for name in EVERYTHING:
+                assert told[name].tolist() == pytest.approx(found[name].tolist(), abs=1e-12)
 
 
 def test_a_largest_that_is_known_is_used():
@@ -138,18 +137,19 @@ def test_any_leading_shape():
     assert features(whole).shape == (2, 3, 4, 3)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "computed"),
-    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
-)
-def test_at_least_float32(dtype, computed):
-    logits = torch.tensor([[3.0, 1.0, -2.0]], dtype=dtype)
-    log_p = log_probabilities(logits)
-    assert log_p.dtype == computed
-    assert log_p.exp().sum().item() == pytest.approx(1, abs=1e-6)
-    token = torch.tensor([1])
-    stats = confidence(log_p, EVERYTHING, proposal=token, current=token, previous=log_p)
-    assert {values.dtype for values in stats.values()} == {computed}
+def test_at_least_float32():
+    for dtype, computed in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
+        logits = torch.tensor([[3.0, 1.0, -2.0]], dtype=dtype)
+        log_p = log_probabilities(logits)
+        assert log_p.dtype == computed
+        assert log_p.exp().sum().item() == pytest.approx(1, abs=1e-6)
+        token = torch.tensor([1])
+        stats = confidence(log_p, EVERYTHING, proposal=token, current=token, previous=log_p)
+        assert {values.dtype for values in stats.values()} == {computed}
 
 
 def test_the_gradient_stays_finite_where_probabilities_vanish():

@@ -109,9 +109,8 @@ def test_a_rule_by_its_module_and_class(own_module):
     assert generate(DENOISER, PROMPTS, "ownrule:Clear", 4).num_steps.tolist() == [1] * len(PROMPTS)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_a_rule_that_cannot_be_used_by_its_module_and_class(own_module):
+    for text, message in (
         ("nowhere_at_all:Clear", "policy 'nowhere_at_all:Clear' cannot be imported: No module named 'nowhere_at_all'"),
         ("ownrule:Other", "policy 'ownrule:Other' cannot be imported: module 'ownrule' has no attribute 'Other'"),
         ("own-rule:Clear", "policy 'own-rule:Clear': write a policy of your own as module:Class"),
@@ -119,12 +118,10 @@ def test_a_rule_by_its_module_and_class(own_module):
         ("ownrule:Keyless", "must be a dataclass derived from unmask.policies.Policy, with a key"),
         ("ownrule:Clear(-1)", "policy 'ownrule:Clear(-1)': gap must not be negative"),
         ("ownrule:Clear(gp=1)", "ownrule has no parameter 'gp'; write it as ownrule(0.5,)"),
-    ],
-)
-def test_a_rule_that_cannot_be_used_by_its_module_and_class(own_module, text, message):
-    with pytest.raises(UserError, match=re.escape(message)) as caught:
-        parse_policy(text)
-    assert "\n" not in str(caught.value)
+    ):
+        with pytest.raises(UserError, match=re.escape(message)) as caught:
+            parse_policy(text)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_key_names_one_rule():
@@ -151,41 +148,43 @@ def test_any_reading_alone(reading):
     laid_out_alike(Everywhere(reading))
 
 
-@pytest.mark.parametrize("rule", [Reads, Everywhere])
-def test_a_change_at_the_first_pass_is_from_no_other_sequence(rule):
+def test_a_change_at_the_first_pass_is_from_no_other_sequence():
     """Not from the one that had the place in the batch before, nor from the call before."""
-    laid_out_alike(rule("change", at_once=True))
+    for rule in (Reads, Everywhere):
+        laid_out_alike(rule("change", at_once=True))
 
 
 def test_what_stands_there_alone():
     assert laid_out_alike(Doubts()).revisions.sum() > 0
 
 
-@pytest.mark.parametrize(("rule", "reading"), [(Everywhere, "log_current"), (Reads, "change"), (Reads, "entropy")])
-@pytest.mark.parametrize("compile", [False, True])
-def test_unsound_logits_are_seen_whatever_is_read(rule, reading, compile):
+def test_unsound_logits_are_seen_whatever_is_read():
     """A change of -inf or NaN, or the probability of a token that stands there, would not show it."""
+    for rule, reading in ((Everywhere, "log_current"), (Reads, "change"), (Reads, "entropy")):
+        for compile in (False, True):
 
-    class Broken:
-        mask_token_id = MASK
+            class Broken:
+                mask_token_id = MASK
 
-        def hidden(self, tokens, attention_mask=None):
-            return DENOISER.hidden(tokens, attention_mask)
+                def hidden(self, tokens, attention_mask=None):
+                    return DENOISER.hidden(tokens, attention_mask)
 
-        def logits(self, hidden):
-            return torch.full_like(DENOISER.logits(hidden), torch.nan)
+                def logits(self, hidden):
+                    return torch.full_like(DENOISER.logits(hidden), torch.nan)
 
-    with pytest.raises(ValueError, match="the denoiser's logits are not finite for sequence 0 at step 0"):
-        generate(Broken(), PROMPTS, rule(reading), 4, compile=compile)
+            with pytest.raises(ValueError, match="the denoiser's logits are not finite for sequence 0 at step 0"):
+                generate(Broken(), PROMPTS, rule(reading), 4, compile=compile)
 
 
-@pytest.mark.parametrize("reading", ["log_tpo", "peak", "confidence", ""])
-def test_a_reading_that_does_not_exist(reading):
-    with pytest.raises(ValueError, match=f"reads:{reading} reads {reading}; a rule can read log_top, margin") as caught:
-        generate(DENOISER, PROMPTS, Reads(reading), 4)
-    assert "\n" not in str(caught.value)
-    for known in Confidence.__annotations__:
-        assert known in str(caught.value)
+def test_a_reading_that_does_not_exist():
+    for reading in ("peak", ""):
+        with pytest.raises(
+            ValueError, match=f"reads:{reading} reads {reading}; a rule can read log_top, margin"
+        ) as caught:
+            generate(DENOISER, PROMPTS, Reads(reading), 4)
+        assert "\n" not in str(caught.value)
+        for known in Confidence.__annotations__:
+            assert known in str(caught.value)
 
 
 @dataclass(frozen=True)
@@ -203,10 +202,12 @@ class Forgets(Policy):
         return Decision(highest(-step.place().double(), step.masked, step.count()), remask=~step.masked)
 
 
-@pytest.mark.parametrize("looks", [False, True])
-@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"compile": True}], ids=str)
-def test_a_rule_that_re_masks_must_say_so(looks, options):
+def test_a_rule_that_re_masks_must_say_so():
     """Or it would be taken for finished when nothing is masked, and never run all its steps."""
-    with pytest.raises(ValueError, match="forgets masks again what was revealed: it must declare `rem") as caught:
-        generate(DENOISER, PROMPTS, Forgets(looks), 4, **options)
-    assert "\n" not in str(caught.value)
+    for looks in (False, True):
+        for options in ({}, {"batch_size": 2}, {"compile": True}):
+            with pytest.raises(
+                ValueError, match="forgets masks again what was revealed: it must declare `rem"
+            ) as caught:
+                generate(DENOISER, PROMPTS, Forgets(looks), 4, **options)
+            assert "\n" not in str(caught.value)

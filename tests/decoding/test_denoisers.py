@@ -40,50 +40,53 @@ def uncompiled(monkeypatch):
 # --- one arg-max for all ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["iid", "threshold:0.9", "p2"])
-def test_the_greedy_token_is_the_largest_logit(name):
+def test_the_greedy_token_is_the_largest_logit():
     """Where log p ties and logits do not: by the logits at every step, the last too, in any batch, compiled or not."""
-    row = torch.tensor([0, 1e-18, -8, -8], dtype=torch.float64)
-    assert row.argmax() == 1
-    assert row.log_softmax(-1).argmax() == 0, "it would tie"
-    denoiser, policy = Table(row, mask_token_id=4), parse_policy(name)
-    prompts = [torch.tensor([4] * size) for size in (5, 2, 7, 1, 4, 3)]  # one begins when another is at its last step
-    alone = [results(generate(denoiser, [prompt], policy, 3, ids=[number]), 0) for number, prompt in enumerate(prompts)]
-    for got, prompt in zip(alone, prompts, strict=True):
-        assert got["tokens"] == [1] * len(prompt)
-    for options in ({}, {"batch_size": 2}, {"compile": True}, {"batch_size": 2, "compile": True}):
-        assert all_results(generate(denoiser, prompts, policy, 3, **options)) == alone, options
+    for name in ("iid", "threshold:0.9", "p2"):
+        row = torch.tensor([0, 1e-18, -8, -8], dtype=torch.float64)
+        assert row.argmax() == 1
+        assert row.log_softmax(-1).argmax() == 0, "it would tie"
+        denoiser, policy = Table(row, mask_token_id=4), parse_policy(name)
+        prompts = [
+            torch.tensor([4] * size) for size in (5, 2, 7, 1, 4, 3)
+        ]  # one begins when another is at its last step
+        alone = [
+            results(generate(denoiser, [prompt], policy, 3, ids=[number]), 0) for number, prompt in enumerate(prompts)
+        ]
+        for got, prompt in zip(alone, prompts, strict=True):
+            assert got["tokens"] == [1] * len(prompt)
+        for options in ({}, {"batch_size": 2}, {"compile": True}, {"batch_size": 2, "compile": True}):
+            assert all_results(generate(denoiser, prompts, policy, 3, **options)) == alone, options
 
 
 # --- half precision ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("peak", "sequences"), [(20.0, 6), (200.0, 1), (60000.0, 2), (-60000.0, 2)])
-@pytest.mark.parametrize("name", ["iid", "top-prob"])
-def test_sound_logits_whose_sum_is_beyond_float16(name, peak, sequences):
+def test_sound_logits_whose_sum_is_beyond_float16():
     """65504 is the largest: sums over 600 positions, or over those of a batch, are larger, and nothing is wrong."""
-    low = -torch.inf if peak < 0 else 0.0
-    denoiser = Table(torch.tensor([low, peak, low], dtype=torch.float16), mask_token_id=3)
-    assert abs(peak) * 600 * sequences > 65504
-    prompts = torch.full((sequences, 600), 3)
-    for max_steps, compile in ((1, False), (2, False), (2, True)):
-        out = generate(denoiser, prompts, parse_policy(name), max_steps, compile=compile)
-        assert (out.tokens == 1).all()
+    for peak, sequences in ((20.0, 6), (200.0, 1), (60000.0, 2), (-60000.0, 2)):
+        for name in ("iid", "top-prob"):
+            low = -torch.inf if peak < 0 else 0.0
+            denoiser = Table(torch.tensor([low, peak, low], dtype=torch.float16), mask_token_id=3)
+            assert abs(peak) * 600 * sequences > 65504
+            prompts = torch.full((sequences, 600), 3)
+            for max_steps, compile in ((1, False), (2, False), (2, True)):
+                out = generate(denoiser, prompts, parse_policy(name), max_steps, compile=compile)
+                assert (out.tokens == 1).all()
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("name", ["iid", "top-prob"])
-def test_unsound_logits_of_float16_are_still_seen(name, bad):
-    denoiser = Table(torch.tensor([0.0, bad, 0.0], dtype=torch.float16), mask_token_id=3)
-    with pytest.raises(ValueError, match=r"the denoiser's logits are not finite for sequence 0 at step 0$"):
-        generate(denoiser, torch.full((2, 6), 3), parse_policy(name), 1)
+def test_unsound_logits_of_float16_are_still_seen():
+    for bad in (torch.nan, torch.inf):
+        for name in ("iid", "top-prob"):
+            denoiser = Table(torch.tensor([0.0, bad, 0.0], dtype=torch.float16), mask_token_id=3)
+            with pytest.raises(ValueError, match=r"the denoiser's logits are not finite for sequence 0 at step 0$"):
+                generate(denoiser, torch.full((2, 6), 3), parse_policy(name), 1)
 
 
 # --- a mask token that the head knows ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mask", [0, 2, 4])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(("name", "mask"), list(zip(RULES, [0, 2, 4, 0, 2, 4, 0], strict=True)))
 def test_the_mask_is_never_written(name, mask):
     """Not even where it has the largest logit by far; and no rule sees its mass."""
     others = [token for token in range(5) if token != mask]
@@ -126,25 +129,25 @@ class Bert(nn.Module):
         return self.model.cls(hidden)
 
 
-@pytest.mark.parametrize("name", ["top-prob", "p2"])
-def test_absolute_positions_are_those_of_the_sequence_alone(name):
+def test_absolute_positions_are_those_of_the_sequence_alone():
     """Next to longer prompts, and with padding of the caller's own on either side or in between."""
-    denoiser, policy = Bert(), parse_policy(name)
+    denoiser = Bert()
     prompts = [torch.tensor([1, 5, 5, 2]), torch.tensor([5, 5, 5, 3, 5, 5, 7, 5, 5]), torch.tensor([5, 0, 5, 5, 6, 5])]
 
-    def alike(prompts, **options):
+    def written(prompts, policy, **options):
         return all_results(generate(denoiser, prompts, policy, 3, temperature=1.0, **options))
 
-    alone = [alike(prompt[None], ids=[row])[0] for row, prompt in enumerate(prompts)]
-    assert alike(prompts) == alone
-    for side in ("left", "right"):
-        canvas, attention_mask = (
-            pad_sequence(each, batch_first=True, padding_side=side)
-            for each in (prompts, [torch.ones_like(prompt) for prompt in prompts])
-        )
-        assert alike(canvas, attention_mask=attention_mask) == alone
-    between = torch.stack([attention_mask, torch.zeros_like(attention_mask)], dim=-1).flatten(1)
-    assert alike(canvas.repeat_interleave(2, dim=1), attention_mask=between) == alone
+    for policy in ("top-prob", "p2"):
+        alone = [written(prompt[None], policy, ids=[row])[0] for row, prompt in enumerate(prompts)]
+        assert written(prompts, policy) == alone
+        for side in ("left", "right"):
+            canvas, attention_mask = (
+                pad_sequence(each, batch_first=True, padding_side=side)
+                for each in (prompts, [torch.ones_like(prompt) for prompt in prompts])
+            )
+            assert written(canvas, policy, attention_mask=attention_mask) == alone
+        between = torch.stack([attention_mask, torch.zeros_like(attention_mask)], dim=-1).flatten(1)
+        assert written(canvas.repeat_interleave(2, dim=1), policy, attention_mask=between) == alone
 
 
 # --- training before and after ----------------------------------------------------------------------------------------
@@ -170,15 +173,15 @@ class Lazy(nn.Module):
         return self.head(hidden)
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_a_denoiser_that_keeps_a_tensor_can_be_trained_afterwards(compile):
-    denoiser = Lazy()
-    out = generate(denoiser, torch.full((2, 4), 5), MARGIN, 2, compile=compile)
-    assert denoiser.seen == {False}
-    assert not denoiser.table.is_inference()
-    logits = denoiser.logits(denoiser.hidden(out.tokens))
-    logits.log_softmax(-1).gather(-1, out.tokens[..., None]).sum().backward()
-    assert denoiser.embedding.weight.grad.abs().sum() > 0
+def test_a_denoiser_that_keeps_a_tensor_can_be_trained_afterwards():
+    for compile in (False, True):
+        denoiser = Lazy()
+        out = generate(denoiser, torch.full((2, 4), 5), MARGIN, 2, compile=compile)
+        assert denoiser.seen == {False}
+        assert not denoiser.table.is_inference()
+        logits = denoiser.logits(denoiser.hidden(out.tokens))
+        logits.log_softmax(-1).gather(-1, out.tokens[..., None]).sum().backward()
+        assert denoiser.embedding.weight.grad.abs().sum() > 0
 
 
 def test_generation_leaves_no_graph():
@@ -201,19 +204,19 @@ def test_a_denoiser_that_keeps_nothing_may_say_so():
         assert denoiser.seen == {inference}
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"batch_size": 2, "compile": True}], ids=str)
-def test_what_comes_out_can_be_trained_on(options):
+def test_what_comes_out_can_be_trained_on():
     """With our own denoiser, which runs in inference mode: its tensors cannot take part in training, copies can."""
-    denoiser = small_denoiser().requires_grad_(True)
-    assert denoiser.keeps_no_tensors
-    out = generate(denoiser, PROMPTS, REPRESENTATIVE["p2"], 3, **options)
-    tensors = {name: value for name, value in vars(out).items() if torch.is_tensor(value)}
-    assert len(tensors) >= 7
-    assert not any(value.is_inference() for value in tensors.values())
-    embedding = nn.Embedding(12, 3)
-    weight = out.reveal_step.float() + out.num_steps[:, None] + out.revisions
-    (embedding(out.tokens).sum(-1) * weight * out.attention_mask).sum().backward()
-    assert embedding.weight.grad.abs().sum() > 0
-    denoiser(out.tokens, out.attention_mask).logsumexp(-1).sum().backward()
-    assert all(parameter.grad is not None for parameter in denoiser.parameters())
-    out.tokens[0] = 0  # and be written to
+    for options in ({}, {"batch_size": 2}, {"batch_size": 2, "compile": True}):
+        denoiser = small_denoiser().requires_grad_(True)
+        assert denoiser.keeps_no_tensors
+        out = generate(denoiser, PROMPTS, REPRESENTATIVE["p2"], 3, **options)
+        tensors = {name: value for name, value in vars(out).items() if torch.is_tensor(value)}
+        assert len(tensors) >= 7
+        assert not any(value.is_inference() for value in tensors.values())
+        embedding = nn.Embedding(12, 3)
+        weight = out.reveal_step.float() + out.num_steps[:, None] + out.revisions
+        (embedding(out.tokens).sum(-1) * weight * out.attention_mask).sum().backward()
+        assert embedding.weight.grad.abs().sum() > 0
+        denoiser(out.tokens, out.attention_mask).logsumexp(-1).sum().backward()
+        assert all(parameter.grad is not None for parameter in denoiser.parameters())
+        out.tokens[0] = 0  # and be written to

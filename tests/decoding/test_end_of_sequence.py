@@ -141,18 +141,16 @@ class ByHand(Leaning):
         return logits
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_guidance_reads_un_plus_one_plus_w_times_the_difference(policy, temperature):
+def test_guidance_reads_un_plus_one_plus_w_times_the_difference(policy):
     """Tokens and orders; a guidance of 1.5 that is left out, or applied to another canvas, gives others."""
-    options = {"temperature": temperature, "seed": 5}
     denoiser = Leaning(small_denoiser(), lean=0.0)
-    guided = generate(denoiser, SAME_PATTERN, policy, 6, guidance=1.5, **options)
-    by_hand = generate(ByHand(small_denoiser(), lean=0.0, guidance=1.5), SAME_PATTERN, policy, 6, **options)
+    guided = generate(denoiser, SAME_PATTERN, policy, 6, guidance=1.5, **SAMPLED)
+    by_hand = generate(ByHand(small_denoiser(), lean=0.0, guidance=1.5), SAME_PATTERN, policy, 6, **SAMPLED)
     assert torch.equal(guided.tokens, by_hand.tokens)
     assert torch.equal(guided.reveal_step, by_hand.reveal_step)
     assert torch.equal(guided.revisions, by_hand.revisions)
     assert torch.equal(guided.num_passes, 2 * by_hand.num_passes)
-    assert not torch.equal(guided.tokens, generate(denoiser, SAME_PATTERN, policy, 6, **options).tokens)
+    assert not torch.equal(guided.tokens, generate(denoiser, SAME_PATTERN, policy, 6, **SAMPLED).tokens)
 
 
 def test_no_eos_before_the_minimum_length(policy):

@@ -60,22 +60,23 @@ def a_step(policy, seed=50):
     return replace(case.step, max_steps=case.step.max_steps + 3, memory=memory, **seen)  # a step for every block
 
 
-def test_it_reads_what_it_declares_and_answers_in_booleans(policy):
-    step = a_step(policy)
-    decision = policy.decide(step)
-    assert decision.reveal.dtype == torch.bool
-    assert decision.reveal.shape == step.masked.shape
-    assert (decision.remask is not None) == policy.remasks
-    if policy.remasks:
-        assert decision.remask.dtype == torch.bool
-        assert decision.remask.shape == step.masked.shape
-    if decision.nothing_selected is not None:
-        assert decision.nothing_selected.dtype == torch.bool
-        assert decision.nothing_selected.shape == step.index.shape
-    assert set(decision.memory or {}) == set(policy.init_state(1, 1, torch.device("cpu")))
-    for name, kept in (decision.memory or {}).items():
-        assert kept.shape == step.memory[name].shape
-        assert kept.dtype == step.memory[name].dtype
+def test_it_reads_what_it_declares_and_answers_in_booleans():
+    for policy in POLICIES.values():
+        step = a_step(policy)
+        decision = policy.decide(step)
+        assert decision.reveal.dtype == torch.bool
+        assert decision.reveal.shape == step.masked.shape
+        assert (decision.remask is not None) == policy.remasks
+        if policy.remasks:
+            assert decision.remask.dtype == torch.bool
+            assert decision.remask.shape == step.masked.shape
+        if decision.nothing_selected is not None:
+            assert decision.nothing_selected.dtype == torch.bool
+            assert decision.nothing_selected.shape == step.index.shape
+        assert set(decision.memory or {}) == set(policy.init_state(1, 1, torch.device("cpu")))
+        for name, kept in (decision.memory or {}).items():
+            assert kept.shape == step.memory[name].shape
+            assert kept.dtype == step.memory[name].dtype
 
 
 def picked(value, rows):
@@ -102,24 +103,28 @@ def test_no_row_sees_another(policy):
                 assert torch.equal(found, expected)
 
 
-def test_it_leaves_what_it_is_told_alone(policy):
-    step = a_step(policy)
-    before = {field.name: getattr(step, field.name) for field in fields(Step)}
-    copies = {name: value.clone() for name, value in before.items() if isinstance(value, Tensor)}
-    copies |= {f"{kind} {name}": value.clone() for kind in ("stats", "memory") for name, value in before[kind].items()}
-    policy.decide(step)
-    for name, value in copies.items():
-        kind, _, key = name.partition(" ")
-        assert torch.equal(before[kind][key] if key else before[name], value)
+def test_it_leaves_what_it_is_told_alone():
+    for policy in POLICIES.values():
+        step = a_step(policy)
+        before = {field.name: getattr(step, field.name) for field in fields(Step)}
+        copies = {name: value.clone() for name, value in before.items() if isinstance(value, Tensor)}
+        copies |= {
+            f"{kind} {name}": value.clone() for kind in ("stats", "memory") for name, value in before[kind].items()
+        }
+        policy.decide(step)
+        for name, value in copies.items():
+            kind, _, key = name.partition(" ")
+            assert torch.equal(before[kind][key] if key else before[name], value)
 
 
-def test_it_works_in_float32_too(policy):
+def test_it_works_in_float32_too():
     """What a model in half precision gives: float32 numbers, float64 draws."""
-    step = a_step(policy)
-    stats = {name: values.float() for name, values in step.stats.items()}
-    decision = policy.decide(replace(step, stats=stats, hidden=step.hidden.float()))
-    agree = (decision.reveal & step.masked) == (policy.decide(step).reveal & step.masked)
-    assert agree.double().mean() > 0.99
+    for policy in POLICIES.values():
+        step = a_step(policy)
+        stats = {name: values.float() for name, values in step.stats.items()}
+        decision = policy.decide(replace(step, stats=stats, hidden=step.hidden.float()))
+        agree = (decision.reveal & step.masked) == (policy.decide(step).reveal & step.masked)
+        assert agree.double().mean() > 0.99
 
 
 def test_a_step_knows_its_count_and_its_places():

@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -34,46 +35,47 @@ from unmask.decoding.policies import (
 )
 
 CASES = [random_case(seed) for seed in range(10, 13)]
-both_confidences = pytest.mark.parametrize("confidence", ["max", "sampled"])
 
 
 # --- threshold --------------------------------------------------------------------------------------------------------
 
 
-@both_confidences
-@pytest.mark.parametrize("threshold", [0.05, 0.7, 1.0])
-def test_threshold(threshold, confidence):
-    for case in CASES:
-        for row, chosen in zip(case.rows, reveals(Threshold(threshold, confidence=confidence), case), strict=True):
-            sure = {n for n in row.masked if row.c(n, confidence) >= threshold}
-            assert chosen == (sure or best(lambda n, row=row: row.c(n, confidence), row.masked, 1))
+def test_threshold():
+    for confidence in ("max", "sampled"):
+        for threshold in (0.05, 0.7, 1.0):
+            for case in CASES:
+                for row, chosen in zip(
+                    case.rows, reveals(Threshold(threshold, confidence=confidence), case), strict=True
+                ):
+                    sure = {n for n in row.masked if row.c(n, confidence) >= threshold}
+                    assert chosen == (sure or best(partial(row.c, confidence=confidence), row.masked, 1))
 
 
-@both_confidences
-@pytest.mark.parametrize("threshold", [0.5, 0.9])
-def test_threshold_paced(threshold, confidence):
+def test_threshold_paced():
     """At least an equal share of the masks for each step that is left."""
-    shares = set()
-    for case in CASES:
-        rule = Threshold(threshold, paced=True, confidence=confidence)
-        for row, chosen in zip(case.rows, reveals(rule, case), strict=True):
-            share = math.ceil(len(row.masked) / (row.S - row.i))
-            sure = {n for n in row.masked if row.c(n, confidence) >= threshold}
-            assert chosen == sure | best(lambda n, row=row: row.c(n, confidence), row.masked, share)
-            shares.add(share)
-    assert len(shares) > 2, "the test has no power"
+    for confidence in ("max", "sampled"):
+        for threshold in (0.5, 0.9):
+            shares = set()
+            for case in CASES:
+                rule = Threshold(threshold, paced=True, confidence=confidence)
+                for row, chosen in zip(case.rows, reveals(rule, case), strict=True):
+                    share = math.ceil(len(row.masked) / (row.S - row.i))
+                    sure = {n for n in row.masked if row.c(n, confidence) >= threshold}
+                    assert chosen == sure | best(partial(row.c, confidence=confidence), row.masked, share)
+                    shares.add(share)
+            assert len(shares) > 2, "the test has no power"
 
 
 def test_a_paced_threshold_that_is_never_met_reveals_equal_shares():
     assert reveals_of(Threshold(1.0, paced=True), (0.6, 0.4), torch.float64, steps=3) == [3, 3, 2]
 
 
-@pytest.mark.parametrize("threshold", [0.9, 0.5, 1.0])
-def test_threshold_holds_at_equality(threshold):
+def test_threshold_holds_at_equality():
     """c = lambda is enough: >=, not >."""
-    equal, below = round(20 * threshold), round(20 * threshold) - 1
-    row = plain_row([[below, 20 - below, 0, 0], [equal, 20 - equal, 0, 0]], S=2, parts=20, proposal=[0, 0])
-    assert reveals(Threshold(threshold, confidence="sampled"), case_of([row])) == [{1}]
+    for threshold in (0.9, 0.5, 1.0):
+        equal, below = round(20 * threshold), round(20 * threshold) - 1
+        row = plain_row([[below, 20 - below, 0, 0], [equal, 20 - equal, 0, 0]], S=2, parts=20, proposal=[0, 0])
+        assert reveals(Threshold(threshold, confidence="sampled"), case_of([row])) == [{1}]
 
 
 def test_threshold_without_any_takes_the_leftmost_of_the_largest():
@@ -92,16 +94,16 @@ def slow_factor(row, factor, confidence):
     return set(kept)
 
 
-@both_confidences
-@pytest.mark.parametrize("factor", [0.1, 1.0, 4.0])
-def test_factor(factor, confidence):
-    sizes = set()
-    for case in CASES:
-        for row, chosen in zip(case.rows, reveals(Factor(factor, confidence=confidence), case), strict=True):
-            assert chosen == slow_factor(row, factor, confidence)
-            sizes |= {len(chosen)} if row.masked else set()
-    assert 1 in sizes or factor >= 4
-    assert len(sizes) > 2
+def test_factor():
+    for confidence in ("max", "sampled"):
+        for factor in (0.1, 1.0, 4.0):
+            sizes = set()
+            for case in CASES:
+                for row, chosen in zip(case.rows, reveals(Factor(factor, confidence=confidence), case), strict=True):
+                    assert chosen == slow_factor(row, factor, confidence)
+                    sizes |= {len(chosen)} if row.masked else set()
+            assert 1 in sizes or factor >= 4
+            assert len(sizes) > 2
 
 
 def test_factor_takes_the_last_element_too():
@@ -162,12 +164,12 @@ def slow_eb(row, gamma, score):
     return set(order[:1])
 
 
-@pytest.mark.parametrize(("order", "score"), ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("gamma", [0.0, 0.7, 2.0])
-def test_entropy_bounded(gamma, order, score):
-    for case in CASES:
-        for row, chosen in zip(case.rows, reveals(EntropyBounded(gamma, order=order), case), strict=True):
-            assert chosen == slow_eb(row, gamma, score)
+def test_entropy_bounded():
+    for order, score in ORDERS.values():
+        for gamma in (0.0, 0.7, 2.0):
+            for case in CASES:
+                for row, chosen in zip(case.rows, reveals(EntropyBounded(gamma, order=order), case), strict=True):
+                    assert chosen == slow_eb(row, gamma, score)
 
 
 def test_entropy_bounded_takes_the_largest_entropy_off_wherever_it_stands():
@@ -212,8 +214,10 @@ def next_table(rng, weights):
     return rng.sample([top, rest, KLASS_PARTS - top - rest], 3)
 
 
-@both_confidences
-@pytest.mark.parametrize(("tau", "eps", "h"), [(0.9, 0.01, 2), (0.9, 0.01, 1), (0.5, 0.002, 3), (0.0, 1e-9, 2)])
+@pytest.mark.parametrize(
+    ("tau", "eps", "h", "confidence"),
+    [(0.9, 0.01, 2, "max"), (0.9, 0.01, 1, "sampled"), (0.5, 0.002, 3, "sampled"), (0.0, 1e-9, 2, "max")],
+)
 def test_klass(tau, eps, h, confidence):
     """Pass after pass, rows at different steps; a row that is full begins anew at i = 0, its history goes on."""
     rng, L = random.Random(5), 7
@@ -243,7 +247,7 @@ def test_klass(tau, eps, h, confidence):
                 and row.c(n, confidence) > tau
             }
             by_stability, by_count = by_stability + bool(stable), by_count + (not stable)
-            expected = stable or best(lambda n, row=row: row.c(n, confidence), row.masked, row.k)
+            expected = stable or best(partial(row.c, confidence=confidence), row.masked, row.k)
             assert positions(chosen) == expected
             row.masked = [n for n in row.masked if n not in expected]
             row.i = row.i + 1 if row.masked and row.i + 1 < row.S else 0
@@ -256,12 +260,12 @@ def unmoved(L, c=0.95):
     return CountingDenoiser(torch.stack([p, 1 - p], dim=-1).log().expand(L + 1, L, 2))
 
 
-@pytest.mark.parametrize(("h", "expected"), [(1, [0, 0] + [1] * 8), (2, [0, 0, 1, 1] + [2] * 6)])
-def test_klass_waits_for_pass_h_plus_one(h, expected):
+def test_klass_waits_for_pass_h_plus_one():
     """However sure and however still: k_i = 2 a pass until h passes can have been compared, then all at once."""
-    out = generate(unmoved(10), torch.full((1, 10), 2), KLStable(h=h), 5)
-    assert out.reveal_step.tolist() == [expected]
-    assert out.num_steps.item() == h + 1
+    for h, expected in ((1, [0, 0] + [1] * 8), (2, [0, 0, 1, 1] + [2] * 6)):
+        out = generate(unmoved(10), torch.full((1, 10), 2), KLStable(h=h), 5)
+        assert out.reveal_step.tolist() == [expected]
+        assert out.num_steps.item() == h + 1
 
 
 def test_klass_with_nobody_above_tau_counts():
@@ -269,11 +273,11 @@ def test_klass_with_nobody_above_tau_counts():
     assert out.reveal_step.tolist() == [[0] * 3 + [1] * 3 + [2] * 2 + [3] * 2]
 
 
-@pytest.mark.parametrize(("h", "steps"), [(1, [0, 1, 1, 1]), (2, [0, 1, 2, 2])])
-def test_klass_carries_its_history_into_the_next_block(h, steps):
+def test_klass_carries_its_history_into_the_next_block():
     """The masks of later blocks were compared all along: a block whose masks are stable is written in one pass."""
-    out = generate(unmoved(12), torch.full((1, 12), 2), Blocks(4, KLStable(h=h)), 12)
-    assert out.reveal_step.tolist() == [[*steps, *[h + 1] * 4, *[h + 2] * 4]]
+    for h, steps in ((1, [0, 1, 1, 1]), (2, [0, 1, 2, 2])):
+        out = generate(unmoved(12), torch.full((1, 12), 2), Blocks(4, KLStable(h=h)), 12)
+        assert out.reveal_step.tolist() == [[*steps, *[h + 1] * 4, *[h + 2] * 4]]
 
 
 @pytest.mark.parametrize("size", [12, 4], ids=["whole", "blocks"])

@@ -44,76 +44,66 @@ RULES = {
     "lo-arm": OneAtATime,
     "reward": RewardTrained,
 }
-each_rule = pytest.mark.parametrize("make", RULES.values(), ids=RULES)
 
 
-@each_rule
-def test_what_the_network_is_asked(make):
+def test_what_the_network_is_asked():
     """t = S - 1 - i and S of each row; c, margin and entropy where masked, 0 elsewhere; its own logits are reported."""
-    case = CASES[0]
-    network = LookUp(some_logits(case, 0.0))
-    decision = make(network).decide(case.step)
-    asked = network.asked
-    assert asked["t"].tolist() == [row.S - 1 - row.i for row in case.rows]
-    for name in ("hidden", "masked", "attention_mask"):
-        assert asked[name] is getattr(case.step, name)
-    for row, told in zip(case.rows, asked["confidences"].tolist(), strict=True):
-        for n in range(len(told)):
-            expected = [row.c(n), row.margin(n), row.entropy(n)] if n in row.masked else [0.0, 0.0, 0.0]
-            assert told[n] == pytest.approx(expected, abs=1e-14)
-    assert torch.equal(decision.scores, network.logits)
-
-
-@each_rule
-def test_a_budget_that_it_was_not_trained_for(make):
-    rule = make(LookUp(None, budget=5))
-    rule.check(5, torch.tensor([7]))
-    for max_steps in (1, 6):
-        with pytest.raises(ValueError, match=f"trained for T = 5, not for {max_steps} steps"):
-            rule.check(max_steps, torch.tensor([7]))
+    for make in RULES.values():
+        case = CASES[0]
+        network = LookUp(some_logits(case, 0.0))
+        decision = make(network).decide(case.step)
+        asked = network.asked
+        assert asked["t"].tolist() == [row.S - 1 - row.i for row in case.rows]
+        for name in ("hidden", "masked", "attention_mask"):
+            assert asked[name] is getattr(case.step, name)
+        for row, told in zip(case.rows, asked["confidences"].tolist(), strict=True):
+            for n in range(len(told)):
+                expected = [row.c(n), row.margin(n), row.entropy(n)] if n in row.masked else [0.0, 0.0, 0.0]
+                assert told[n] == pytest.approx(expected, abs=1e-14)
+        assert torch.equal(decision.scores, network.logits)
 
 
 # --- learned ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shift", [-4.0, 2.0])
 @pytest.mark.parametrize(
     ("temperature", "floor", "cap"),
     [(1.0, 0.0, 0), (0.4, 0.0, 0), (3.0, 0.0, 0), (1.0, 0.2, 0), (1.0, 0.0, 1), (1.0, 0.0, 3), (0.5, 0.1, 2)],
 )
-def test_learned_bernoulli(shift, temperature, floor, cap):
+def test_learned_bernoulli(temperature, floor, cap):
     """Independent draws; none: the most probable, leftmost of equals, and it is counted."""
-    fell_back = 0
-    for case in CASES:
-        logits = some_logits(case, shift)
-        rule = Learned(LookUp(logits, Bernoulli()), temperature=temperature, floor=floor, cap=cap)
-        nothing = rule.decide(case.step).nothing_selected.tolist()
-        for row, s, chosen, empty in zip(case.rows, logits.tolist(), reveals(rule, case), nothing, strict=True):
-            p = {n: max(floor, sigmoid(s[n] / temperature)) for n in row.masked}
-            selected = {n for n in row.masked if row.u[n] < p[n]}
-            assert empty == (bool(row.masked) and not selected)
-            fell_back += empty
-            expected = selected or best(lambda n, p=p: p[n], row.masked, 1)
-            assert chosen == (best(lambda n, p=p: p[n], expected, cap) if cap else expected)
-    assert fell_back > 0 or shift > 0
+    for shift in (-4.0, 2.0):
+        fell_back = 0
+        for case in CASES:
+            logits = some_logits(case, shift)
+            rule = Learned(LookUp(logits, Bernoulli()), temperature=temperature, floor=floor, cap=cap)
+            nothing = rule.decide(case.step).nothing_selected.tolist()
+            for row, s, chosen, empty in zip(case.rows, logits.tolist(), reveals(rule, case), nothing, strict=True):
+                p = {n: max(floor, sigmoid(s[n] / temperature)) for n in row.masked}
+                selected = {n for n in row.masked if row.u[n] < p[n]}
+                assert empty == (bool(row.masked) and not selected)
+                fell_back += empty
+                expected = selected or best(lambda n, p=p: p[n], row.masked, 1)
+                assert chosen == (best(lambda n, p=p: p[n], expected, cap) if cap else expected)
+        assert fell_back > 0 or shift > 0
 
 
-@pytest.mark.parametrize("selection", [Bernoulli(), NonEmpty()], ids=["bernoulli", "nonempty"])
-@pytest.mark.parametrize("shift", [-1.5, 3.0])
-@pytest.mark.parametrize(("floor", "cap"), [(0.0, 0), (0.3, 0), (0.6, 2)])
-def test_learned_deterministic(selection, shift, floor, cap):
+def test_learned_deterministic():
     """p >= 1/2, equality included, whatever the form and the draws; none: the most probable, counted."""
-    for case in CASES:
-        logits = some_logits(case, shift)
-        rule = Learned(LookUp(logits, selection), floor=floor, cap=cap, temperature=0.5, deterministic=True)
-        nothing = rule.decide(case.step).nothing_selected.tolist()
-        for row, s, chosen, empty in zip(case.rows, logits.tolist(), reveals(rule, case), nothing, strict=True):
-            p = {n: max(floor, sigmoid(s[n] / 0.5)) for n in row.masked}
-            selected = {n for n in row.masked if p[n] >= 0.5}
-            assert empty == (bool(row.masked) and not selected)
-            expected = selected or best(lambda n, p=p: p[n], row.masked, 1)
-            assert chosen == (best(lambda n, p=p: p[n], expected, cap) if cap else expected)
-    assert any(s == 0 for s in some_logits(CASES[0], 0.0).flatten().tolist())  # p = 1/2 does occur
+    for selection, shift, (floor, cap) in itertools.product(
+        (Bernoulli(), NonEmpty()), (-1.5, 3.0), ((0.0, 0), (0.3, 0), (0.6, 2))
+    ):
+        for case in CASES:
+            logits = some_logits(case, shift)
+            rule = Learned(LookUp(logits, selection), floor=floor, cap=cap, temperature=0.5, deterministic=True)
+            nothing = rule.decide(case.step).nothing_selected.tolist()
+            for row, s, chosen, empty in zip(case.rows, logits.tolist(), reveals(rule, case), nothing, strict=True):
+                p = {n: max(floor, sigmoid(s[n] / 0.5)) for n in row.masked}
+                selected = {n for n in row.masked if p[n] >= 0.5}
+                assert empty == (bool(row.masked) and not selected)
+                expected = selected or best(lambda n, p=p: p[n], row.masked, 1)
+                assert chosen == (best(lambda n, p=p: p[n], expected, cap) if cap else expected)
+        assert any(s == 0 for s in some_logits(CASES[0], 0.0).flatten().tolist())  # p = 1/2 does occur
 
 
 LOGITS = tensor([[-1.0, 9.0, 0.5, -2.5, -9.0, -0.2]])
@@ -139,9 +129,9 @@ def subsets(p):
     return law
 
 
-@pytest.mark.parametrize("shift", [-6.0, 1.0])
 @pytest.mark.parametrize(
-    ("temperature", "floor", "cap"), [(1.0, 0.0, 0), (0.5, 0.0, 0), (1.0, 0.25, 0), (1.0, 0.0, 2), (2.0, 0.1, 1)]
+    ("shift", "temperature", "floor", "cap"),
+    [(-6.0, 1.0, 0.0, 0), (1.0, 0.5, 0.0, 0), (-6.0, 1.0, 0.25, 0), (1.0, 1.0, 0.0, 2), (-6.0, 2.0, 0.1, 1)],
 )
 def test_learned_nonempty_follows_the_conditioned_product(shift, temperature, floor, cap):
     rule = Learned(LookUp(LOGITS + shift, NonEmpty()), temperature=temperature, floor=floor, cap=cap)
@@ -158,28 +148,28 @@ def test_learned_nonempty_follows_the_conditioned_product(shift, temperature, fl
     assert nothing is None or not nothing.any()  # no fallback
 
 
-@each_rule
-def test_a_finished_row_selects_nothing_and_is_not_counted(make):
-    case = random_case(44)
-    for row in case.rows:
-        row.masked = []
-    case = case_of(case.rows)
-    for selection in (Bernoulli(), NonEmpty()):
-        decision = make(LookUp(some_logits(case, 0.0), selection)).decide(case.step)
-        assert not (decision.reveal & case.step.masked).any()
-        assert decision.nothing_selected is None or not decision.nothing_selected.any()
+def test_a_finished_row_selects_nothing_and_is_not_counted():
+    for make in RULES.values():
+        case = random_case(44)
+        for row in case.rows:
+            row.masked = []
+        case = case_of(case.rows)
+        for selection in (Bernoulli(), NonEmpty()):
+            decision = make(LookUp(some_logits(case, 0.0), selection)).decide(case.step)
+            assert not (decision.reveal & case.step.masked).any()
+            assert decision.nothing_selected is None or not decision.nothing_selected.any()
 
 
 # --- LO-ARM -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shift", [0.0, -700.0])
-def test_one_at_a_time_follows_the_softmax_over_the_masks(shift):
-    counts, _ = drawn(OneAtATime(LookUp(LOGITS + shift)))
-    weights = {n: math.exp(LOGITS[0, n].item()) for n in ONE.masked}
-    law = {frozenset([n]): weight / sum(weights.values()) for n, weight in weights.items()}
-    assert set(counts) <= set(law)
-    assert_follows([counts[outcome] for outcome in law], [DRAWS * probability for probability in law.values()])
+def test_one_at_a_time_follows_the_softmax_over_the_masks():
+    for shift in (0.0, -700.0):
+        counts, _ = drawn(OneAtATime(LookUp(LOGITS + shift)))
+        weights = {n: math.exp(LOGITS[0, n].item()) for n in ONE.masked}
+        law = {frozenset([n]): weight / sum(weights.values()) for n, weight in weights.items()}
+        assert set(counts) <= set(law)
+        assert_follows([counts[outcome] for outcome in law], [DRAWS * probability for probability in law.values()])
 
 
 def test_one_at_a_time_is_one():
@@ -192,18 +182,17 @@ def test_one_at_a_time_is_one():
 # --- reward-trained ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shift", [-4.0, 2.0])
-@pytest.mark.parametrize("temperature", [1.0, 0.3])
-def test_reward_trained(shift, temperature):
+def test_reward_trained():
     """r_n ~ Bern(sigmoid(b_n / temperature)), whatever form a selector would have; none: the most probable, counted."""
-    fell_back = 0
-    for case in CASES:
-        b = some_logits(case, shift, seed=1)
-        rule = RewardTrained(LookUp(b, NonEmpty()), temperature)
-        nothing = rule.decide(case.step).nothing_selected.tolist()
-        for row, s, chosen, empty in zip(case.rows, b.tolist(), reveals(rule, case), nothing, strict=True):
-            selected = {n for n in row.masked if row.u[n] < sigmoid(s[n] / temperature)}
-            assert empty == (bool(row.masked) and not selected)
-            fell_back += empty
-            assert chosen == (selected or best(lambda n, s=s: s[n], row.masked, 1))
-    assert fell_back > 0
+    for shift, temperature in itertools.product((-4.0, 2.0), (1.0, 0.3)):
+        fell_back = 0
+        for case in CASES:
+            b = some_logits(case, shift, seed=1)
+            rule = RewardTrained(LookUp(b, NonEmpty()), temperature)
+            nothing = rule.decide(case.step).nothing_selected.tolist()
+            for row, s, chosen, empty in zip(case.rows, b.tolist(), reveals(rule, case), nothing, strict=True):
+                selected = {n for n in row.masked if row.u[n] < sigmoid(s[n] / temperature)}
+                assert empty == (bool(row.masked) and not selected)
+                fell_back += empty
+                assert chosen == (selected or best(lambda n, s=s: s[n], row.masked, 1))
+        assert fell_back > 0

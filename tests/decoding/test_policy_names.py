@@ -88,11 +88,11 @@ RULE_NAMES = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "name"), RULE_NAMES, ids=[name for _, name in RULE_NAMES])
-def test_a_name_gives_the_rule_back(rule, name):
-    assert rule.name == name
-    assert parse_policy(name, NETWORK) == rule
-    assert type(parse_policy(name, NETWORK)) is type(rule)
+def test_a_name_gives_the_rule_back():
+    for rule, name in RULE_NAMES:
+        assert rule.name == name
+        assert parse_policy(name, NETWORK) == rule
+        assert type(parse_policy(name, NETWORK)) is type(rule)
 
 
 def test_the_list_above_holds_every_rule_with_and_without_its_defaults():
@@ -105,9 +105,8 @@ def test_the_list_above_holds_every_rule_with_and_without_its_defaults():
                 assert any(value != values[0] for value in values), f"{kind.key}: {parameter.name} never varies"
 
 
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
+def test_other_ways_to_write_the_same():
+    for text, rule in (
         ("threshold", Threshold()),
         ("klass", KLStable()),
         ("rdm", RDM()),
@@ -128,11 +127,9 @@ def test_the_list_above_holds_every_rule_with_and_without_its_defaults():
         ("learned(deterministic=true)", Learned(NETWORK, deterministic=True)),
         ("learned(deterministic=false)", Learned(NETWORK)),
         ("learned:cap=2", Learned(NETWORK, cap=2)),
-    ],
-)
-def test_other_ways_to_write_the_same(text, rule):
-    assert parse_policy(text, NETWORK) == rule
-    check_policy(text)
+    ):
+        assert parse_policy(text, NETWORK) == rule
+        check_policy(text)
 
 
 def refused(text, *messages, network=NETWORK):
@@ -142,9 +139,8 @@ def refused(text, *messages, network=NETWORK):
         assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "nearest"),
-    [
+def test_an_unknown_name_is_told_the_nearest():
+    for text, nearest in (
         ("margn", "margin"),
         ("top_prob", None),
         ("topprob", "top-prob"),
@@ -155,15 +151,13 @@ def refused(text, *messages, network=NETWORK):
         ("blocks(32,entrpy)", "entropy"),
         ("stochastic(margine,0.5)", "margin"),
         ("zzzzzzzz", None),
-    ],
-)
-def test_an_unknown_name_is_told_the_nearest(text, nearest):
-    if nearest:
-        refused(text, "unknown policy", f"did you mean {nearest!r}?")
-    elif "_" in text:
-        refused(text, "cannot read the policy")
-    else:
-        refused(text, "unknown policy 'zzzzzzzz'; choose from iid, top-prob")
+    ):
+        if nearest:
+            refused(text, "unknown policy", f"did you mean {nearest!r}?")
+        elif "_" in text:
+            refused(text, "cannot read the policy")
+        else:
+            refused(text, "unknown policy 'zzzzzzzz'; choose from iid, top-prob")
 
 
 UNREADABLE = [
@@ -180,9 +174,8 @@ def test_what_cannot_be_read():
         refused(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "messages"),
-    [
+def test_what_is_wrong_is_said():
+    for text, messages in (
         ("threshold:high", ["threshold must be a number, got 'high'"]),
         ("threshold: ", ["threshold must be a number, got ''"]),
         ("threshold(,)", ["must be a number, got ''"]),
@@ -220,10 +213,8 @@ def test_what_cannot_be_read():
         ("blocks(4,threshold:2)", ["threshold must be above 0 and at most 1, got 2.0"]),
         ("blocks(4,stochastic(margin))", ["temperature missing"]),
         ("blocks(4,eb(0.1,order=margn))", ["did you mean 'margin'?"]),
-    ],
-)
-def test_what_is_wrong_is_said(text, messages):
-    refused(text, *messages)
+    ):
+        refused(text, *messages)
 
 
 ALWAYS_WRONG = ("nan", "inf", "-inf", "-1", "1e999")
@@ -245,17 +236,17 @@ OUT_OF_RANGE = {
 }
 
 
-@pytest.mark.parametrize("form", OUT_OF_RANGE)
-def test_what_is_out_of_range(form):
-    for value in OUT_OF_RANGE[form]:
-        refused(form.format(value))
-        with pytest.raises(ValueError, match=ONE_LINE):
-            check_policy(form.format(value))
+def test_what_is_out_of_range():
+    for form in OUT_OF_RANGE:
+        for value in OUT_OF_RANGE[form]:
+            refused(form.format(value))
+            with pytest.raises(ValueError, match=ONE_LINE):
+                check_policy(form.format(value))
 
 
-@pytest.mark.parametrize("text", ["learned", "lo-arm", "reward:0.5", "blocks(4,learned)", "learned(cap=2)"])
-def test_a_rule_with_a_network_needs_one(text):
-    refused(text, "needs a learned order", network=None)
+def test_a_rule_with_a_network_needs_one():
+    for text in ("learned", "lo-arm", "reward:0.5", "blocks(4,learned)", "learned(cap=2)"):
+        refused(text, "needs a learned order", network=None)
 
 
 def test_the_same_ranges_hold_in_code():

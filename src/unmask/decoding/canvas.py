@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from unmask.errors import UserError, require
 
@@ -40,13 +41,15 @@ class Canvas:
 
     def take(self, rows: Tensor | slice) -> Canvas:
         """A copy of some rows."""
-        return Canvas(**{field.name: _pick(getattr(self, field.name), rows) for field in fields(self)})
+        tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+        copies: dict[str, Any] = {name: value[rows].clone() for name, value in tensors.items()}
+        return replace(self, **copies, memory={name: kept[rows].clone() for name, kept in self.memory.items()})
 
     def put(self, rows: Tensor | slice, other: Canvas) -> None:
         """Overwrite rows in place; the slots stay."""
-        for field in fields(self):
-            if field.name not in ("slot", "memory") and getattr(self, field.name) is not None:
-                getattr(self, field.name)[rows] = getattr(other, field.name)
+        for name, value in vars(self).items():
+            if torch.is_tensor(value) and name != "slot":
+                value[rows] = getattr(other, name)
         for name, kept in self.memory.items():
             kept[rows] = other.memory[name]
 
@@ -103,31 +106,24 @@ def blank_canvas(
     )
 
 
-def _rectangle(
-    prompts: Tensor | Sequence[Tensor], attention_mask: Tensor | None, mask_token_id: int
-) -> tuple[Tensor, Tensor]:
+def _rectangle(prompts: Tensor | Sequence[Tensor], mask: Tensor | None, mask_token_id: int) -> tuple[Tensor, Tensor]:
     """Tokens [B, L] and attention_mask [B, L] bool."""
     if not isinstance(prompts, Sequence):
         prompts = _whole_numbers(prompts, "prompts")
         shape = list(prompts.shape)
         require(len(shape) == 2 and shape[0] > 0, f"prompts must be [B, L] with B >= 1, got shape {shape}")
-        attended = torch.as_tensor(torch.ones_like(prompts) if attention_mask is None else attention_mask)
+        attended = torch.as_tensor(torch.ones_like(prompts) if mask is None else mask)
         given = list(attended.shape)
         require(given == shape, f"attention_mask has shape {given}, the prompts have {shape}")
         return prompts.clone(), attended.to(prompts.device, torch.bool)  # tokenizers give 0 and 1
     require(len(prompts) > 0, "the list of prompts is empty: give at least one")
-    require(attention_mask is None, "a list of prompts is padded here: leave attention_mask out")
+    require(mask is None, "a list of prompts is padded here: leave attention_mask out")
     prompts = [_whole_numbers(prompt, "a prompt") for prompt in prompts]
     one_each = all(prompt.ndim == 1 for prompt in prompts)
     require(one_each, "a list of prompts holds one sequence of token ids each; give a [B, L] tensor instead")
-    length = max(len(prompt) for prompt in prompts)
     # What stands on the padding is never attended to; the mask token is the one id that is sure to exist.
-    tokens = torch.full((len(prompts), length), mask_token_id, device=prompts[0].device)
-    attended = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        tokens[row, length - len(prompt) :] = prompt
-        attended[row, length - len(prompt) :] = True
-    return tokens, attended
+    tokens = pad_sequence(prompts, True, mask_token_id, "left")
+    return tokens, pad_sequence([torch.ones_like(prompt, dtype=torch.bool) for prompt in prompts], True, 0, "left")
 
 
 def _whole_numbers(values: Any, what: str) -> Tensor:
@@ -139,9 +135,3 @@ def _whole_numbers(values: Any, what: str) -> Tensor:
     if numbers.numel() and (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool):
         raise UserError(f"{what} must be whole numbers, got {numbers.dtype}")
     return numbers.long()
-
-
-def _pick(value: Any, rows: Tensor | slice) -> Any:
-    if isinstance(value, dict):
-        return {name: _pick(tensor, rows) for name, tensor in value.items()}
-    return None if value is None else value[rows].clone()

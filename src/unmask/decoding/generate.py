@@ -32,9 +32,7 @@ class Generation:
     num_passes: Tensor  # [B]: denoiser passes that they cost it, guidance included
     nothing_selected: Tensor  # [B]: steps in which a selector chose nothing and the rule fell back
     attention_mask: Tensor  # [B, L] bool: False on padding
-    # Denoiser rows evaluated, all sequences together, idle rows of a compiled batch included; not what a compiled
-    # engine evaluates once to set itself up.
-    num_forwards: int
+    num_forwards: int  # denoiser rows evaluated, idle rows of a compiled batch included, its set-up excluded
     memory_bytes: int  # what the rule kept between steps
 
 
@@ -65,22 +63,18 @@ def generate(
         sequences of different lengths, which are padded on the left.
     policy: a rule, or the string that `--policy` takes, such as "threshold:0.9".
     ids: [B], what names a sequence's random stream; by default its place in `prompts`.
-    attention_mask: [B, L] bool, False on padding; only with a [B, L] tensor of prompts.  The denoiser always sees
-        padding on the right.
+    attention_mask: [B, L] bool, False on padding; only with a tensor of prompts.  The denoiser sees padding last.
     temperature ... stop_at_eos: see `TokenChoice`.
     batch_size: of more prompts than this, the next one enters as soon as one is finished.
-    fixed_shapes: every pass has `batch_size` rows, idle ones included, and every projection the same number of
-        positions.
-    compile: fixed shapes, torch.compile, and CUDA graphs on a GPU; worth its minute of compilation for many sequences.
-        To call it again and again, keep an `Engine`.
+    fixed_shapes: every pass has `batch_size` rows, idle ones included, every projection the same number of positions.
+    compile: fixed shapes, torch.compile, and CUDA graphs on a GPU; takes a minute.  To call it again, keep an `Engine`.
     on_finished: called with the number of sequences that have just been finished.
 
-    What a sequence's result depends on: its tokens, its id and the seed.  Its random draws never depend on the batch.
-    The denoiser's numbers do in their last bits, since matrix products round differently in different shapes: where two
-    positions or tokens tie exactly, or nearly, the batch can decide between them.  With fixed shapes it cannot: results
-    are the same bit for bit, alone and in any batch, for the same `batch_size`, the same L, and padding in both calls
-    or in neither.  (Eagerly this library's own networks leave padding out of their products; with padding they are
-    exact only if compiled.)
+    A sequence's result depends on its tokens, its id and the seed.  Its random draws never depend on the batch.  The
+    denoiser's last bits do, since matrix products round differently in different shapes: where two positions or tokens
+    all but tie, the batch can decide between them.  With fixed shapes it cannot: results are the same bit for bit, in
+    any batch, for the same `batch_size`, the same L, and padding in both calls or in neither.  (Eagerly this library's
+    own networks leave padding out of their products; with padding they are exact only if compiled.)
     """
     choice = TokenChoice(temperature, top_p, top_k, guidance, eos_token_id, min_length, stop_at_eos)
     engine = Engine(
@@ -132,9 +126,8 @@ class Engine:
         on_finished: Callable[[int], None] = lambda sequences: None,
     ) -> Generation:
         """As `unmask.generate`."""
-        # Inference mode launches kernels faster.  Its tensors cannot take part in training, so a model that might keep
-        # one, such as a table that it fills in when it first needs it, runs without.  A class that says so does not
-        # speak for those derived from it.
+        # Inference mode launches kernels faster, but its tensors cannot take part in training: a model that might keep
+        # one, such as a table that it fills in on first use, runs without.  Derived classes must declare it themselves.
         keeps_nothing = vars(type(self.denoiser)).get("keeps_no_tensors", False)
         seed = _whole_number("seed", seed)
         mask, size = self.denoiser.mask_token_id, getattr(self.denoiser, "vocab_size", None)
@@ -142,7 +135,7 @@ class Engine:
             whole = blank_canvas(prompts, attention_mask, ids, mask, None if size is None else max(size, mask + 1))
             self.policy.check(self.max_steps, whole.num_response)
             passes, forwards, kept = self._write(whole, seed, on_finished)
-        # Made outside of it, what follows are ordinary tensors.
+        # Outside of inference mode, what follows are ordinary tensors.
         attended = torch.ones_like(whole.response) if whole.attention_mask is None else whole.attention_mask
         positions = whole.column.argsort(-1)  # [B, L]: where each place of the prompts stands in the canvas
         return Generation(
@@ -188,7 +181,7 @@ class Engine:
                 rows[row], steps[row] = sequence, 0
             if fresh:
                 entering = whole.take(slice(fresh.start, fresh.stop))
-                self._clear_memory(entering)
+                entering.memory = self.policy.init_state(len(fresh), entering.tokens.shape[1], slots.device)
                 active.put(slots[: len(fresh)], entering)
             active.live[slots[len(fresh) :]] = False
             if not self.fixed_shapes and len(fresh) < len(done):  # and where none is waiting, finished rows leave
@@ -206,7 +199,7 @@ class Engine:
         elif self.fixed_shapes and len(whole) < size:  # the rows that are missing idle
             active = whole.take(torch.arange(size, device=whole.row.device).clamp(max=len(whole) - 1))
             active.live[len(whole) :], active.masked[len(whole) :] = False, False
-        self._clear_memory(active)
+        active.memory = self.policy.init_state(len(active), active.tokens.shape[1], active.tokens.device)
         longest = int(whole.num_response.max())
         if self._kept is not None and self._kept[0].fits(active, longest):
             stepper, kept = self._kept
@@ -221,11 +214,6 @@ class Engine:
             self._kept = (stepper, active) if self.compile else None
         stepper.seed.fill_(rng.signed(seed))
         return stepper, active
-
-    def _clear_memory(self, canvas: Canvas) -> None:
-        """The rule's memory as it is before a first step."""
-        rows, length = canvas.tokens.shape
-        canvas.memory = self.policy.init_state(rows, length, canvas.tokens.device)
 
 
 def _whole_number(name: str, value: Any, least: int | None = None) -> int:

@@ -1,20 +1,15 @@
 """One step of a canvas: the denoiser's pass, the projection where somebody reads it, the rule's decision, the writing.
 
-The same code runs in two ways.  Eager: shapes follow the work; finished rows leave, and only the positions that are
-read are projected.  Static: the batch keeps its size and positions come in whole chunks, so products round alike
-whatever is in the batch.  Compiled, the static pieces go through torch.compile, and on a GPU a whole step is one CUDA
-graph, one for each number of chunks.
-
-The speed of a small model is that at which the host launches kernels, so the eager step launches few: what the host
-knows (which step a row is at) is not computed on the device.  It waits for the device twice per step: before the pass
-for the positions to read, and after it for the status.
+Eager: shapes follow the work; finished rows leave, and only the positions that are read are projected.  It launches few
+kernels and waits for the device twice per step: before the pass for the positions to read, after it for the status.
+Static: the batch keeps its size and positions come in whole chunks, so products round alike whatever is in the batch.
+Compiled, the static pieces go through torch.compile, and on a GPU a step is one CUDA graph per number of chunks.
 """
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -62,6 +57,7 @@ class Stepper:
         self.chunk = 0  # positions; set by the first pass, which shows V
         # A rule may look at nothing by which one sees that logits are sound.
         self.wanted = policy.reads | ({"log_top"} if policy.reads and not policy.reads & set(_FINITE) else set())
+        self.keeps_log_reveal = policy.remasks and "log_proposal" in self.wanted
         self.previous = torch.empty(0)  # log p of the last pass [slot, response position, V], where a rule reads KL
         self.status = torch.empty(0)  # [?, b]: what the host must know after a step
         self.status_names: tuple[str, ...] = ()
@@ -93,25 +89,24 @@ class Stepper:
                 self._static_step(canvas, chunks)
         status = dict(zip(self.status_names, self.status.tolist(), strict=True))  # the device is waited for here
         for name, what in (("logits", "denoiser"), ("scores", "selector")):
-            bad = [row for row, total in enumerate(status.get(name, ())) if not math.isfinite(total)]
-            if bad:
-                row = bad[0]
+            row = next((row for row, total in enumerate(status.get(name, ())) if not math.isfinite(total)), None)
+            if row is not None:
                 if self.peaks is not None:
                     places, peaks = self.peaks
                     row = int(places[~torch.isfinite(peaks)][0]) // self.length
                 at = f"for sequence {int(canvas.row[row])} at step {steps[row]}"
                 raise UserError(f"the {what}'s logits are not finite {at}")
+        stopped = status.get("stopped", [False] * len(steps))
         over = [
-            step == self.last or stopped or (masks == 0 and not self.policy.remasks)
-            for step, masks, stopped in zip(steps, status["masks"], status.get("stopped", repeat(False)))  # noqa: B905
+            step == self.last or bool(stopped[row]) or (status["masks"][row] == 0 and not self.policy.remasks)
+            for row, step in enumerate(steps)
         ]
         return over, int(sum(status["masks"]))
 
     def fits(self, canvas: Canvas, longest: int) -> bool:
         """Whether what was compiled can take this batch."""
-        if longest > self.longest or (canvas.attention_mask is not None) != self.padded:
-            return False
-        return (*canvas.tokens.shape, canvas.tokens.device) == (self.batch, self.length, self.seed.device)
+        found = (*canvas.tokens.shape, canvas.tokens.device, canvas.attention_mask is not None)
+        return longest <= self.longest and found == (self.batch, self.length, self.seed.device, self.padded)
 
     def forget_draws(self) -> None:
         """The rows of the canvas have changed."""
@@ -119,14 +114,8 @@ class Stepper:
 
     def num_bytes(self, canvas: Canvas) -> int:
         """What the rule has the loop keep between steps."""
-        kept = [*canvas.memory.values(), self.previous]
-        if self._remembers_reveals:
-            kept.append(canvas.log_reveal)
-        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
-
-    @property
-    def _remembers_reveals(self) -> bool:
-        return self.policy.remasks and "log_proposal" in self.wanted
+        kept = [*canvas.memory.values(), self.previous, *[canvas.log_reveal] * self.keeps_log_reveal]
+        return sum(tensor.nbytes for tensor in kept)
 
     # --- one step, in two ways ----------------------------------------------------------------------------------------
 
@@ -200,10 +189,8 @@ class Stepper:
         try:
             return self.trunk(tokens, canvas.attention_mask)
         except IndexError as error:  # from a table of embeddings
-            raise UserError(
-                "the denoiser cannot look these tokens up: its vocabulary must hold ids up to "
-                f"{int(tokens.max())}, its context {self.length} positions"
-            ) from error
+            needed = f"its vocabulary must hold ids up to {int(tokens.max())}, its context {self.length} positions"
+            raise UserError(f"the denoiser cannot look these tokens up: {needed}") from error
 
     def _logits(self, hidden: Tensor, at: Tensor) -> Tensor:
         """[m, V] at the places `at` [m] of the flattened canvas, from hidden states [b, L, D]."""
@@ -260,7 +247,7 @@ class Stepper:
             row = at // self.length
             words = canvas.index[row], canvas.id[row], canvas.position.flatten()[at]
             uniforms = rng.uniforms(self.seed, rng.Purpose.TOKEN, *words, dtype=torch.float64)
-            proposal = choice.propose(logits, uniforms)
+            proposal = choice.sample(logits, uniforms)
         if not wanted:
             return proposal, peak[None]
         log_p, current, previous = log_probabilities(logits), None, None
@@ -347,7 +334,7 @@ class Stepper:
         masked = canvas.masked ^ reveal
         tokens = torch.where(reveal, proposal, canvas.tokens)
         reveal_step = torch.where(reveal, canvas.index[:, None], canvas.reveal_step)
-        if "log_proposal" in stats and self._remembers_reveals:
+        if "log_proposal" in stats and self.keeps_log_reveal:
             self._set(canvas, "log_reveal", torch.where(reveal, stats["log_proposal"], canvas.log_reveal))
         if decision.remask is not None:
             if not self.policy.remasks:
@@ -402,19 +389,17 @@ class Stepper:
 
     def _uniforms(self, canvas: Canvas) -> Tensor:
         """[b, L + 1]: one draw per position, and under the position -1 one for the whole sequence."""
-        steps = canvas.index[:, None, None]
-        if self.static:
-            return self._draw(canvas, steps)[:, 0]
-        if self.turn - self.drawn_at >= self.drawn.shape[1]:  # a hash takes dozens of kernels, for one step or many
+        steps, ids = canvas.index[:, None, None], canvas.id[:, None, None]
+        if not self.static:  # a hash takes dozens of kernels, for one step or many
+            if self.turn - self.drawn_at < self.drawn.shape[1]:
+                return self.drawn[:, self.turn - self.drawn_at]
             ahead = torch.arange(max(1, min(self.last, AHEAD // canvas.tokens.numel())), device=steps.device)
-            self.drawn, self.drawn_at = self._draw(canvas, steps + ahead[:, None]), self.turn
-        return self.drawn[:, self.turn - self.drawn_at]
-
-    def _draw(self, canvas: Canvas, steps: Tensor) -> Tensor:
-        """[b, steps, L + 1] for the steps [b, steps, 1]."""
-        words = torch.cat([canvas.position, torch.full_like(canvas.position[:, :1], -1)], dim=-1)[:, None]
-        ids = canvas.id[:, None, None]
-        return rng.uniforms(self.seed, rng.Purpose.REVEAL, steps, ids, words, dtype=torch.float64)
+            steps = steps + ahead[:, None]  # [b, steps, 1]
+        positions = torch.cat([canvas.position, torch.full_like(canvas.position[:, :1], -1)], dim=-1)[:, None]
+        drawn = rng.uniforms(self.seed, rng.Purpose.REVEAL, steps, ids, positions, dtype=torch.float64)
+        if not self.static:
+            self.drawn, self.drawn_at = drawn, self.turn
+        return drawn[:, 0]
 
 
 def _shape(value: Any) -> str:

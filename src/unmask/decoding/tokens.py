@@ -12,7 +12,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from unmask.errors import UserError, require
+from unmask.errors import require
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,12 @@ class TokenChoice:
         parts = [f"min-length:{self.min_length}"] * bool(self.min_length) + ["stop"] * self.stop_at_eos
         return ",".join(parts) or "none"
 
-    def propose(self, logits: Tensor, uniforms: Tensor | None) -> Tensor:
-        """Tokens [M] from logits [M, V] and one uniform each [M], by inverse CDF; greedy needs no uniforms.
+    def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
+        """Tokens [M] at a temperature above 0 from logits [M, V] and one uniform each [M], by inverse CDF.
 
         p_v^(1/temperature) / Z over the tokens kept.  A token of probability zero is never chosen, and of equally
         probable ones top_k and top_p keep those with the lowest ids.
         """
-        if self.temperature == 0:
-            return logits.argmax(-1)
-        if uniforms is None:
-            raise UserError("sampling needs uniforms")
         logits = logits.double()
         # Relative to the most probable before the division, or a tiny temperature takes every token to -inf.
         p = ((logits - logits.amax(-1, keepdim=True)) / self.temperature).softmax(-1)

@@ -8,8 +8,8 @@ from dataclasses import KW_ONLY, dataclass, field
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.rule import ConfidenceKind, Decision, Policy, Step, as_text, descending, first, highest
-from unmask.decoding.policies.scheduled import LeftToRight, Ranked, TopProbability, check_confidence, confidence_read
+from unmask.decoding.policies.rule import Decision, Policy, Step, as_text, descending, first, highest
+from unmask.decoding.policies.scheduled import ByConfidence, ConfidenceKind, LeftToRight, Ranked, TopProbability
 from unmask.errors import require
 
 
@@ -24,7 +24,7 @@ def prefix(order: Tensor, fits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Threshold(Policy):
+class Threshold(ByConfidence):
     """All masks with c_n >= threshold; if there is none, the one with the largest c_n (Fast-dLLM).
 
     `paced`: at least the ceil(|M| / (S - i)) with the largest c_n, so that the last step is not left with the rest.
@@ -38,24 +38,19 @@ class Threshold(Policy):
 
     def __post_init__(self) -> None:
         require(0 < self.threshold <= 1, f"threshold must be above 0 and at most 1, got {self.threshold}")
-        check_confidence(self.confidence)
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return confidence_read(self.confidence)
+        super().__post_init__()
 
     def decide(self, step: Step) -> Decision:
-        log_c = step.log_c(self.confidence)
+        log_c = self.log_c(step)
         least = torch.ones_like(step.index)
         if self.paced:
-            steps_left = (step.max_steps - step.index).clamp(min=1)
-            least = -(-step.masked.sum(-1) // steps_left)  # rounded up
+            least = -(-step.masked.sum(-1) // (step.max_steps - step.index).clamp(min=1))  # rounded up
         best = highest(log_c, step.masked, least)
         return Decision(best | (step.masked & (log_c >= math.log(self.threshold) - rounding(log_c))))
 
 
 @dataclass(frozen=True)
-class Factor(Policy):
+class Factor(ByConfidence):
     """c sorted from the largest: the longest prefix whose r-th (r >= 2) has c >= 1 - f / (r + 1) (Fast-dLLM).
 
     The first is always revealed.  c falls and the bar rises with r, so the prefix ends where the bar is first missed.
@@ -68,14 +63,10 @@ class Factor(Policy):
 
     def __post_init__(self) -> None:
         require(0 < self.factor < float("inf"), f"factor must be above 0, got {self.factor}")
-        check_confidence(self.confidence)
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return confidence_read(self.confidence)
+        super().__post_init__()
 
     def decide(self, step: Step) -> Decision:
-        log_c = step.log_c(self.confidence)
+        log_c = self.log_c(step)
         order = descending(log_c, step.masked)
         c = log_c.gather(-1, order).exp()  # [b, L]: from the largest
         r = torch.arange(1, c.shape[-1] + 1, dtype=c.dtype, device=c.device)
@@ -114,11 +105,11 @@ class EntropyBounded(Policy):
 
 
 @dataclass(frozen=True)
-class KLStable(Policy):
+class KLStable(ByConfidence):
     """All masks with c_n > tau and KL(p_n now || p_n at the pass before) < eps at each of the last h passes (KLASS).
 
     No position is stable before pass h + 1.  If there is none: top probability with k_i.
-    Inside `blocks` all masks of the response are compared at every pass, so a new block starts with its history.
+    Inside `blocks` all masks of the response are compared at every pass: a new block starts with its history.
     It keeps the last pass's distribution: N x V floats a sequence.
     """
 
@@ -133,17 +124,17 @@ class KLStable(Policy):
         require(0 <= self.tau < 1, f"klass: tau must be at least 0 and below 1, got {self.tau}")
         require(0 < self.eps < float("inf"), f"klass: eps must be above 0, got {self.eps}")
         require(type(self.h) is int and self.h >= 1, f"klass: h must be at least 1, got {self.h!r}")
-        check_confidence(self.confidence)
+        super().__post_init__()
 
     @property
     def reads(self) -> frozenset[str]:
-        return confidence_read(self.confidence) | {"change"}
+        return super().reads | {"change"}
 
     def init_state(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
         return {"stable": torch.zeros(rows, length, dtype=torch.long, device=device)}  # passes in a row with KL < eps
 
     def decide(self, step: Step) -> Decision:
-        log_c = step.log_c(self.confidence)
+        log_c = self.log_c(step)
         stable = torch.where(step.stats["change"] < self.eps, step.memory["stable"] + 1, 0)
         log_tau = math.log(self.tau) if self.tau else -math.inf
         sure = step.masked & (log_c > log_tau + rounding(log_c)) & (stable >= self.h)

@@ -10,15 +10,7 @@ from contextlib import suppress
 from dataclasses import MISSING
 from typing import Any, cast, get_type_hints
 
-from unmask.decoding.policies.rule import (
-    RULES,
-    NetworkPolicy,
-    Policy,
-    SelectorNetwork,
-    as_text,
-    default_of,
-    parameters_of,
-)
+from unmask.decoding.policies.rule import RULES, NetworkPolicy, Policy, SelectorNetwork, as_text, default_of, fields_of
 from unmask.errors import UserError, did_you_mean, require
 from unmask.fields import convert
 from unmask.own_code import import_class
@@ -38,13 +30,10 @@ def parse_policy(text: str, network: SelectorNetwork | None = None) -> Policy:
     rule, arguments = _rule_and_arguments(text)
     values: dict[str, Any] = {}
     if issubclass(rule, NetworkPolicy):
-        if network is None:
-            raise UserError(
-                f"{rule.key} needs a learned order, and there is none: train one with an [order] section; "
-                f"in Python, pass {rule.__name__}(selector)"
-            )
+        train = f"train one with an [order] section; in Python, pass {rule.__name__}(selector)"
+        require(network is not None, f"{rule.key} needs a learned order, and there is none: {train}")
         values["network"] = network
-    types, parameters = get_type_hints(rule), parameters_of(rule)
+    types, parameters = get_type_hints(rule), fields_of(rule)
     positional = [parameter.name for parameter in parameters if not parameter.kw_only]
     for place, argument in enumerate(arguments):
         name, equals, value = (part.strip() for part in argument.partition("="))
@@ -58,15 +47,14 @@ def parse_policy(text: str, network: SelectorNetwork | None = None) -> Policy:
         require(known, f"{text!r}: {rule.key} has no parameter {name!r}; write it as {usage(rule)}")
         require(name not in values, f"{text!r}: {name} is given twice")
         values[name] = _value(value, types[name], f"{text!r}: {name}", network)
-    required = [parameter.name for parameter in parameters if default_of(parameter) is MISSING]
-    missing = [name for name in required if name not in values]
+    missing = [each.name for each in parameters if default_of(each) is MISSING and each.name not in values]
     require(not missing, f"{text!r}: {' and '.join(missing)} missing; write it as {usage(rule)}")
     try:
         return rule(**values)
-    except ValueError as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"policy {text!r}: {error}") from None  # a rule of the user's own need not know of UserError
+    except UserError:
+        raise
+    except ValueError as error:  # a rule of the user's own need not know of UserError
+        raise UserError(f"policy {text!r}: {error}") from None
 
 
 def check_policy(text: str) -> None:
@@ -77,7 +65,7 @@ def check_policy(text: str) -> None:
 def usage(rule: type[Policy]) -> str:
     """How a rule is written, with its defaults: `threshold(0.9,confidence=max,paced=false)`."""
     shown = []
-    for parameter in parameters_of(rule):
+    for parameter in fields_of(rule):
         default = default_of(parameter)
         value = parameter.name.upper() if default is MISSING else as_text(default)
         shown.append(f"{parameter.name}={value}" if parameter.kw_only else value)

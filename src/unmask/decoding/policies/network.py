@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.rule import Decision, NetworkPolicy, ScoringNetwork, SelectorNetwork, Step, highest
+from unmask.decoding.policies.rule import Decision, NetworkPolicy, SelectorNetwork, Step, highest
 from unmask.decoding.policies.scheduled import check_temperature
 from unmask.errors import require
 from unmask.variational.selection import Bernoulli, NonEmpty
@@ -63,13 +63,12 @@ class OneAtATime(NetworkPolicy):
     """One mask per step, from softmax(order logits over M) (LO-ARM, Wang et al. 2025)."""
 
     key = "lo-arm"
-    network: ScoringNetwork = field(repr=False)
+    network: SelectorNetwork = field(repr=False)
 
     def decide(self, step: Step) -> Decision:
         scores = self.logits(step)
         u = step.uniforms()[:, :-1]
-        # The largest of  s_n - log(-log u_n)  is a draw from softmax(s).
-        perturbed = scores.double() - torch.log(-torch.log(u))
+        perturbed = scores.double() - torch.log(-torch.log(u))  # its largest is a draw from softmax(scores)
         return Decision(highest(perturbed, step.masked, torch.ones_like(step.index)), scores=scores)
 
 
@@ -78,7 +77,7 @@ class RewardTrained(NetworkPolicy):
     """r_n ~ Bern(sigmoid(b_n / temperature)); none: the most probable, counted (Jazbec et al. 2025)."""
 
     key = "reward"
-    network: ScoringNetwork = field(repr=False)
+    network: SelectorNetwork = field(repr=False)
     temperature: float = 1.0
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +13,6 @@ from unmask.decoding.confidence import FEATURES, Confidence, features
 from unmask.decoding.schedules import reveal_count
 from unmask.errors import UserError, require
 from unmask.variational.selection import Selection
-
-ConfidenceKind = Literal["max", "sampled"]  # c_n = max_v p_n(v), or p_n(x_n) of the token proposed
 
 
 @dataclass(frozen=True)
@@ -43,10 +41,6 @@ class Step:
     def place(self) -> Tensor:
         """j [b, L]: which response position of its sequence each one is, from 0; meaningless outside the response."""
         return self.response.long().cumsum(-1) - 1
-
-    def log_c(self, confidence: ConfidenceKind) -> Tensor:
-        """log c_n [b, L]."""
-        return self.stats["log_top"] if confidence == "max" else self.stats["log_proposal"]
 
 
 class Decision(NamedTuple):
@@ -89,7 +83,7 @@ class Policy:
 
     @property
     def name(self) -> str:
-        shown, parameters = [], parameters_of(type(self))
+        shown, parameters = [], fields_of(type(self))
         for parameter in parameters:
             value = getattr(self, parameter.name)
             if not parameter.kw_only:
@@ -115,39 +109,29 @@ class Policy:
         raise NotImplementedError
 
 
-class ScoringNetwork(Protocol):
+class SelectorNetwork(Protocol):
     """Logits [b, L] from the denoiser's hidden states and confidences [b, L, 3] at time t [b]."""
+
+    selection: Selection  # its form: `bernoulli` or `nonempty`
 
     @property
     def budget(self) -> int | None:
         """The max_steps that it was trained for; None: it takes any."""
 
     def __call__(
-        self,
-        hidden: Tensor,
-        confidences: Tensor,
-        masked: Tensor,
-        t: Tensor,
-        attention_mask: Tensor | None,
-        /,
+        self, hidden: Tensor, confidences: Tensor, masked: Tensor, t: Tensor, attention_mask: Tensor | None, /
     ) -> Tensor: ...
-
-
-class SelectorNetwork(ScoringNetwork, Protocol):
-    selection: Selection  # its form: `bernoulli` or `nonempty`
 
 
 class NetworkPolicy(Policy):
     """What the rules that a network decides have in common."""
 
-    network: ScoringNetwork
+    network: SelectorNetwork
     reads = FEATURES
 
     def check(self, max_steps: int, num_response: Tensor) -> None:
-        trained = self.network.budget
-        require(
-            trained in (None, max_steps), f"the learned order was trained for T = {trained}, not for {max_steps} steps"
-        )
+        T = self.network.budget
+        require(T in (None, max_steps), f"the learned order was trained for T = {T}, not for {max_steps} steps")
 
     def logits(self, step: Step) -> Tensor:
         """[b, L] at t = S - 1 - i."""
@@ -156,7 +140,7 @@ class NetworkPolicy(Policy):
         return self.network(step.hidden, stats, step.masked, t, step.attention_mask)
 
 
-def parameters_of(rule: type[Policy]) -> list[Field[Any]]:
+def fields_of(rule: type[Policy]) -> list[Field[Any]]:
     """What a string may say about a rule: all of its fields but the network."""
     return [parameter for parameter in fields(rule) if parameter.repr]
 

@@ -8,12 +8,15 @@ iid reveals each of them with the same probability; the others reveal the k_i wi
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.rule import ConfidenceKind, Decision, Policy, Step, as_text, descending, first, highest
+from unmask.decoding.policies.rule import Decision, Policy, Step, as_text, descending, first, highest
 from unmask.errors import require
+
+ConfidenceKind = Literal["max", "sampled"]  # c_n = max_v p_n(v), or p_n(x_n) of the token proposed
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,23 @@ class IID(Policy):
     def decide(self, step: Step) -> Decision:
         left = step.max_steps - step.index
         return Decision(step.uniforms()[:, :-1] * left[:, None] < 1)
+
+
+class ByConfidence(Policy):
+    """Looks at c_n."""
+
+    confidence: ConfidenceKind
+
+    def __post_init__(self) -> None:
+        require(self.confidence in ("max", "sampled"), f"confidence must be max or sampled, got {self.confidence!r}")
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset({"log_top" if self.confidence == "max" else "log_proposal"})
+
+    def log_c(self, step: Step) -> Tensor:
+        """[b, L]."""
+        return step.stats["log_top"] if self.confidence == "max" else step.stats["log_proposal"]
 
 
 class Ranked(Policy):
@@ -43,22 +63,15 @@ class Ranked(Policy):
 
 
 @dataclass(frozen=True)
-class TopProbability(Ranked):
+class TopProbability(ByConfidence, Ranked):
     """The k_i largest c_n = max_v p_n(v) (MaskGIT; LLaDA's `low_confidence`)."""
 
     key = "top-prob"
     _: KW_ONLY
     confidence: ConfidenceKind = "max"
 
-    def __post_init__(self) -> None:
-        check_confidence(self.confidence)
-
-    @property
-    def reads(self) -> frozenset[str]:
-        return confidence_read(self.confidence)
-
     def score(self, step: Step) -> Tensor:
-        return step.log_c(self.confidence)
+        return self.log_c(step)
 
     def weight(self, step: Step) -> Tensor:
         return self.score(step).exp()  # c, as Dream's `alg_temp` divides it, not log c
@@ -121,14 +134,6 @@ class Stochastic(Policy):
         return Decision(highest(perturbed, step.masked, step.count()))
 
 
-def confidence_read(confidence: ConfidenceKind) -> frozenset[str]:
-    return frozenset({"log_top" if confidence == "max" else "log_proposal"})
-
-
 def check_temperature(rule: str, temperature: float) -> None:
     """A score divided by less would be infinite, and all infinities are alike."""
     require(1e-9 <= temperature < float("inf"), f"{rule}: temperature must be at least 1e-9, got {temperature}")
-
-
-def check_confidence(confidence: str) -> None:
-    require(confidence in ("max", "sampled"), f"confidence must be max or sampled, got {confidence!r}")

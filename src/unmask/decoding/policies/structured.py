@@ -50,17 +50,12 @@ class Blocks(Policy):
         return self.inner.reads
 
     def check(self, max_steps: int, num_response: Tensor) -> None:
-        smallest, largest = int(num_response.min()), int(num_response.max())
-        require(
-            smallest >= self.size,
-            f"blocks of {self.size} are larger than a response of {smallest} tokens: give smaller ones",
-        )
-        blocks = -(-largest // self.size)
-        require(
-            max_steps >= blocks,
-            f"a response of {largest} tokens has {blocks} blocks of {self.size}: give at least {blocks} steps, "
-            f"not {max_steps}",
-        )
+        size, smallest, largest = self.size, int(num_response.min()), int(num_response.max())
+        large = f"blocks of {size} are larger than a response of {smallest} tokens"
+        require(smallest >= size, f"{large}: give smaller ones")
+        blocks = -(-largest // size)
+        enough = f"give at least {blocks} steps, not {max_steps}"
+        require(max_steps >= blocks, f"a response of {largest} tokens has {blocks} blocks of {size}: {enough}")
 
     def init_state(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
         block = torch.full((rows,), -1, device=device)
