@@ -28,9 +28,9 @@ def good(**values):
     return {"elbo": -1.0, "q_steps": 4.0, "saturated": 0.2, **values}
 
 
-def guard_of(budget=BUDGET, restored_rate=0.0, weight=0.0):
+def guard_of(budget=BUDGET, restored_rate=0.0):
     """A guard of one number."""
-    parameter = nn.Parameter(torch.full((1,), weight))
+    parameter = nn.Parameter(torch.zeros(1))
     return CollapseGuard({"weight": parameter}, torch.optim.AdamW([parameter]), budget, restored_rate)
 
 

@@ -14,7 +14,7 @@ from tests.training.small import TINY_RECIPE, contents, json_lines, same, weight
 from unmask import files
 from unmask.errors import UserError
 from unmask.models.order_model import ModelFolderError, OrderModel
-from unmask.recipe import ModelRecipe, Recipe, continued, load_recipe
+from unmask.recipe import ModelRecipe, continued, load_recipe
 from unmask.training import run as run_module
 from unmask.training.loop import NonFiniteError, Stage, run_stage
 from unmask.training.metrics import Metrics
@@ -71,7 +71,6 @@ def test_layout_without_an_order(base, tmp_path):
 def test_the_recipe_is_kept(base):
     for name, overrides in (("frozen", []), ("joint", JOINT)):
         expected = load_recipe(base / "tiny.toml", overrides)
-        assert Recipe.from_json((base / name / "recipe.json").read_text()) == expected
         found, task = load_task(base / name)
         assert found == expected
         assert (task.name, task.length) == ("groups", 4)

@@ -90,7 +90,7 @@ def run_jobs(
                 for one in [one for one in running if one.process.poll() is not None]:
                     if code := end(one):
                         failure = failure or _failure(one.job, code)
-                if stop.came:
+                if stop.is_set():
                     raise Stopped("stopped by SIGTERM; the same command resumes it")
                 if running:
                     times = ", ".join(
