@@ -113,7 +113,7 @@ def recipes(draw):
 def test_recipes(place, tmp_path, capsys):
     outcomes = set()
 
-    @thrown(400)
+    @thrown(150)
     @given(recipes())
     def check(given):
         text, overrides = given
@@ -151,7 +151,7 @@ def test_policy_strings(place, capsys):
     run, outcomes = place / "run", set()
     before = contents(run)
 
-    @thrown(120)
+    @thrown(60)
     @given(policies, st.integers(-1, 6))
     def check(policy, steps):
         capsys.readouterr()
@@ -193,7 +193,7 @@ def test_data_lines(place, capsys, name):
     run = place / "run"
     before = contents(run)
 
-    @thrown(20)
+    @thrown(12)
     @given(damages(before[name].decode()))
     def check(text):
         (run / name).write_bytes(text.encode(errors="surrogatepass"))
@@ -213,7 +213,7 @@ def test_checkpoint_folders(place, tmp_path, capsys):
     files = sorted(name for name in whole if name.startswith("checkpoints/"))
     end = contents(place / "run")["model.safetensors"]
 
-    @thrown(15)
+    @thrown(10)
     @given(st.sampled_from(files), st.integers(0, 3), st.integers(0, 10**6), st.binary(max_size=8))
     def check(name, how, at, data):
         run = tmp_path / "run"
