@@ -53,10 +53,10 @@ def one_line(error):
 MODEL_FILES = {"config.json", "model.safetensors", "tokenizer.json", "manifest.json"}
 
 
-@pytest.mark.parametrize(("name", "parts"), [("frozen", ["denoiser"]), ("joint", ["denoiser", "baseline"])])
-def test_layout_of_a_run(base, name, parts):
-    expected = MODEL_FILES | {"recipe.json", "metrics.jsonl"}
-    assert set(contents(base / name)) == expected | {f"{part}/{file}" for part in parts for file in MODEL_FILES}
+def test_layout_of_a_run(base):
+    for name, parts in [("frozen", ["denoiser"]), ("joint", ["denoiser", "baseline"])]:
+        expected = MODEL_FILES | {"recipe.json", "metrics.jsonl"}
+        assert set(contents(base / name)) == expected | {f"{part}/{file}" for part in parts for file in MODEL_FILES}
 
 
 def test_layout_without_an_order(base, tmp_path):
@@ -203,13 +203,13 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize(("overrides", "expected"), UNFIT.values(), ids=UNFIT.keys())
-def test_a_baseline_that_is_not_what_the_run_would_have_trained(base, shared, tmp_path, overrides, expected):
-    unfit = joint_beside(base, shared, *(override.format(base=base) for override in overrides))
-    with pytest.raises(UserError) as error:
-        train(unfit, tmp_path / "run", cpu=True)
-    assert expected in one_line(error)
-    assert not (tmp_path / "run").exists()
+def test_a_baseline_that_is_not_what_the_run_would_have_trained(base, shared, tmp_path):
+    for overrides, expected in UNFIT.values():
+        unfit = joint_beside(base, shared, *(override.format(base=base) for override in overrides))
+        with pytest.raises(UserError) as error:
+            train(unfit, tmp_path / "run", cpu=True)
+        assert expected in one_line(error)
+        assert not (tmp_path / "run").exists()
 
 
 def test_an_unfinished_or_retrained_baseline_is_not_taken(base, shared, tmp_path):
@@ -254,11 +254,9 @@ def test_what_train_returns_is_what_it_saved(base, tmp_path):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["order.selection=bernoulli"],
-        ["order.baseline=none", "order.trajectories=1"],
+        ["order.selection=bernoulli", "order.baseline=none", "order.trajectories=1"],
         ["order.denoiser_rate=1e-3", "order.ema=0.5", "order.accumulate=2"],
-        ["order.budget=9"],  # more steps than positions: trajectories end early
-        ["model.absolute_positions=false"],
+        ["order.budget=9", "model.absolute_positions=false"],  # more steps than positions: trajectories end early
         ["order.selector_rate=0"],
     ],
     ids=" ".join,
@@ -349,15 +347,15 @@ NO_ORDER_TO_TRAIN = {
 }
 
 
-@pytest.mark.parametrize(("overrides", "expected"), NO_ORDER_TO_TRAIN.values(), ids=NO_ORDER_TO_TRAIN.keys())
-def test_an_order_that_cannot_be_trained_further(base, tmp_path, overrides, expected):
-    overrides = [override.format(base=base) for override in overrides]
-    with pytest.raises(UserError) as caught:
-        train(load_recipe(order_only(base), [*overrides, "order.from_init=true"]), tmp_path / "run", cpu=True)
-    assert expected in one_line(caught)
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(UserError, match=r"set init to its run, and leave \[denoise\] out"):
-        recipe(base, f"init={base / 'frozen'}", "order.from_init=true")
+def test_an_order_that_cannot_be_trained_further(base, tmp_path):
+    for overrides, expected in NO_ORDER_TO_TRAIN.values():
+        overrides = [override.format(base=base) for override in overrides]
+        with pytest.raises(UserError) as caught:
+            train(load_recipe(order_only(base), [*overrides, "order.from_init=true"]), tmp_path / "run", cpu=True)
+        assert expected in one_line(caught)
+        assert not (tmp_path / "run").exists()
+        with pytest.raises(UserError, match=r"set init to its run, and leave \[denoise\] out"):
+            recipe(base, f"init={base / 'frozen'}", "order.from_init=true")
 
 
 def test_an_earlier_denoiser_trained_further(base, tmp_path):
@@ -370,21 +368,18 @@ def test_an_earlier_denoiser_trained_further(base, tmp_path):
     assert model.selector is None
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
+def test_a_start_that_does_not_fit(base, tmp_path):
+    for overrides, said in [
         (["init={base}/frozen", "model.width=32"], "has width 16, but the recipe's [model] says 32"),
         (["init={base}/frozen", "task.symbols=5"], "knows 3 tokens, but task groups has 5"),
         (["init=nowhere"], "init = 'nowhere': no such folder or file"),
         (["init={base}/frozen", "task.groups=3"], "sequences of 6 tokens, longer than the model's context of 4"),
         (["model.max_length=3"], "longer than the model's context of 3: raise model.max_length"),
-    ],
-)
-def test_a_start_that_does_not_fit(base, tmp_path, overrides, said):
-    with pytest.raises(UserError) as caught:
-        train(recipe(base, *(override.format(base=base) for override in overrides)), tmp_path / "run", cpu=True)
-    assert said in one_line(caught)
-    assert not (tmp_path / "run").exists()
+    ]:
+        with pytest.raises(UserError) as caught:
+            train(recipe(base, *(override.format(base=base) for override in overrides)), tmp_path / "run", cpu=True)
+        assert said in one_line(caught)
+        assert not (tmp_path / "run").exists()
 
 
 # --- folders that are already there -----------------------------------------------------------------------------------

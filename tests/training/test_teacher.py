@@ -101,10 +101,10 @@ def test_scores_start_as_far_apart_as_they_can():
     torch.testing.assert_close(alpha[1], torch.full((5,), 0.95))
 
 
-@pytest.mark.parametrize("rule", ["iid", "margin", "klass", "threshold(0.9,confidence=sampled)", "learned"])
-def test_rules_that_cannot_teach(rule):
-    with pytest.raises(UserError, match=r"cannot teach: take threshold, factor or eb, such as threshold:0\.9"):
-        load_recipe("gsm8k-30m-order", ["init=runs/denoiser", f"order.teacher='{rule}'"])
+def test_rules_that_cannot_teach():
+    for rule in ["iid", "margin", "klass", "threshold(0.9,confidence=sampled)", "learned"]:
+        with pytest.raises(UserError, match=r"cannot teach: take threshold, factor or eb, such as threshold:0\.9"):
+            load_recipe("gsm8k-30m-order", ["init=runs/denoiser", f"order.teacher='{rule}'"])
 
 
 @pytest.mark.parametrize(
