@@ -144,9 +144,8 @@ class Selector(nn.Module):
         dtype = stream_dtype(self.out.weight)
         layout = attention_mask if isinstance(attention_mask, Layout) else Layout.of(masked, attention_mask, dtype)
         t = t.clamp(min=1).to(torch.promote_types(hidden.dtype, torch.float32))  # log t must not be rounded to bfloat16
-        asked = torch.stack([t, torch.full_like(t, self.budget)], dim=-1)[:, None].expand(
-            *masked.shape, -1
-        )  # [B, L, 2]
+        times = torch.stack([t, torch.full_like(t, self.budget)], dim=-1)  # [B, 2]
+        asked = times[:, None].expand(*masked.shape, -1)  # [B, L, 2]
         seen = layout.take(torch.cat([full_precision(confidences), masked[..., None], asked], dim=-1))
         return layout.put(self.run(layout.take(hidden).to(dtype), seen, layout.positions, layout.attend))
 

@@ -87,7 +87,12 @@ def train(
                 note_start(out, weights_hash(model.denoiser))
         accelerator.wait_for_everyone()
         stop = stack.enter_context(stop_signal())
-        stack.enter_context(_trackers(recipe, accelerator))
+        if recipe.trackers:
+            values = flat(dataclasses.asdict(recipe))
+            config = {key: value if isinstance(value, int | float) else str(value) for key, value in values.items()}
+            accelerator.init_trackers("unmask", config)
+            for tracker in accelerator.trackers:
+                stack.callback(tracker.finish)
         try:
             return _Training(recipe, task, out, accelerator, stop, changes, on_update).run(model, plain)
         except Stopped as stopped:
@@ -296,20 +301,6 @@ def _accelerator(recipe: Recipe, precision: str, out: Path, cpu: bool) -> Iterat
         shared.clear()
         shared.update(before)
         partial["distributed_type"] = kind
-
-
-@contextmanager
-def _trackers(recipe: Recipe, accelerator: Accelerator) -> Iterator[None]:
-    """The experiment trackers of the recipe, told all its values."""
-    if recipe.trackers:
-        values = flat(dataclasses.asdict(recipe))
-        config = {key: value if isinstance(value, int | float) else str(value) for key, value in values.items()}
-        accelerator.init_trackers("unmask", config)
-    try:
-        yield
-    finally:
-        for tracker in accelerator.trackers:
-            tracker.finish()
 
 
 def _continued_elsewhere(recipe: Recipe, start: OrderModel) -> OrderModel | None:
