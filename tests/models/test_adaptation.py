@@ -159,20 +159,17 @@ def test_adapting_leaves_the_random_state_alone():
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_another_shape_is_refused_in_one_line():
+    for options, said in [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "model.layers.0.self_attn.k_proj.bias"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
-    ],
-)
-def test_another_shape_is_refused_in_one_line(options, said):
-    with pytest.raises(ValueError, match="only a Llama-shaped model") as refused:
-        adapt_causal(tiny(**options))
-    assert said in str(refused.value)
-    assert "\n" not in str(refused.value)
+    ]:
+        with pytest.raises(ValueError, match="only a Llama-shaped model") as refused:
+            adapt_causal(tiny(**options))
+        assert said in str(refused.value)
+        assert "\n" not in str(refused.value)
 
 
 def test_another_kind_of_model_is_refused():
