@@ -1,3 +1,4 @@
+import gc
 import os
 
 # Small tensors: a second thread only waits for the first, and on a busy machine much longer than that.  oneDNN has its
@@ -17,6 +18,12 @@ def pytest_configure():
     """Tests read what is printed: 80 columns and no colours, whatever the terminal or a CI service asks for."""
     for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE"):
         os.environ.pop(name, None)
+    os.fsync = lambda handle: None  # tests kill processes, not machines: the system keeps what a process has written
+
+
+def pytest_collection_finish():
+    """Keep what is imported out of garbage collections: Accelerate asks for one after every stage of a training."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 from unmask.evaluation.records import read_records
+from unmask.fields import build
+from unmask.jsonl import parse_json
 from unmask.recipe import Recipe
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -19,4 +21,4 @@ def test_every_committed_recipe_loads():
     files = [path for path in RESULTS.rglob("*.json") if path.parent.name == "recipes" or path.name == "recipe.json"]
     assert len(files) > 60
     for path in files:
-        Recipe.from_json(path.read_text(encoding="utf-8"))
+        build(Recipe, parse_json(path.read_text(encoding="utf-8")))

@@ -11,6 +11,8 @@ from unmask import progress as told
 from unmask.display import accept_any_character, in_html, in_markup, say, visible
 from unmask.progress import line, progress
 
+HIDDEN = "[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"  # nothing of this may be shown as it is
+
 
 def test_control_characters_are_written_out(capsys):
     for text, shown in (

@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from unmask.errors import UserError, did_you_mean, prefixed
+from unmask.errors import UserError, did_you_mean, prefixed, require
 
 T = TypeVar("T")
 
@@ -44,8 +44,8 @@ def check_fields(cls: type[Any], values: Any, where: str = "") -> dict[str, Any]
             nearest = did_you_mean(str(key), known)
             raise UserError(f"{prefix}unknown key {key!r}; {nearest}known keys are {', '.join(known)}")
     for name, field in known.items():
-        if name not in values and field.default is MISSING and field.default_factory is MISSING:
-            raise UserError(f"{prefix}{name!r} is missing")
+        optional = field.default is not MISSING or field.default_factory is not MISSING
+        require(optional or name in values, f"{prefix}{name!r} is missing")
     return {key: convert(hints[key], value, f"{where}.{key}" if where else key) for key, value in values.items()}
 
 
@@ -64,9 +64,8 @@ def convert(hint: Any, value: Any, where: str) -> Any:
         return build(hint, value, where)  # type: ignore[arg-type]
     if origin is Literal:
         if value not in arguments:
-            nearest = did_you_mean(str(value), arguments).strip()
-            instead = f"; {nearest}" if nearest else ""
-            raise UserError(f"{where} must be {' or '.join(arguments)}, got {value!r}{instead}")
+            nearest = f"; {did_you_mean(str(value), arguments)}".rstrip("; ")
+            raise UserError(f"{where} must be {' or '.join(arguments)}, got {value!r}{nearest}")
         return value
     if origin in (list, tuple) and isinstance(value, list | tuple):
         return origin(convert(arguments[0], item, where) for item in value)

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from unmask.display import say
-from unmask.errors import UserError, did_you_mean, prefixed
+from unmask.errors import UserError, did_you_mean, prefixed, require
 from unmask.fields import build
-from unmask.jsonl import parse_json
 from unmask.own_code import is_own
 from unmask.tasks import make_task, task_class
 
@@ -71,21 +70,18 @@ class ModelRecipe:
     scorer: ScorerRecipe = field(default_factory=ScorerRecipe)
 
     def __post_init__(self) -> None:
-        given = self.shape_given
-        if self.size and len(given) > 1:
-            raise UserError(f"size = {self.size!r} already says {', '.join(given[1:])}: give one or the other")
-        if given and not self.size and len(given) < len(_SHAPE):
-            missing = [name for name in _SHAPE if name not in given]
-            raise UserError(f"{', '.join(missing)} missing: give a size such as '34m', or {', '.join(_SHAPE)}")
-        given += ["absolute_positions"] if self.absolute_positions else []
-        if self.causal and given:
-            raise UserError(f"causal = {self.causal!r} already says {', '.join(given)}: give one or the other")
+        given, either = self.shape_given, "give one or the other"
+        missing = [name for name in _SHAPE if not getattr(self, name)]
         if self.size:
             from unmask.models.backbone import SIZES
 
-            if self.size not in SIZES:
-                nearest = did_you_mean(self.size, SIZES)
-                raise UserError(f"size = {self.size!r} is unknown; {nearest}choose from {', '.join(SIZES)}")
+            require(len(given) == 1, f"size = {self.size!r} already says {', '.join(given[1:])}: {either}")
+            nearest = did_you_mean(self.size, SIZES)
+            require(self.size in SIZES, f"size = {self.size!r} is unknown; {nearest}choose from {', '.join(SIZES)}")
+        elif given and missing:
+            raise UserError(f"{', '.join(missing)} missing: give a size such as '34m', or {', '.join(_SHAPE)}")
+        given += ["absolute_positions"] if self.absolute_positions else []
+        require(not (self.causal and given), f"causal = {self.causal!r} already says {', '.join(given)}: {either}")
         if self.shift and not self.causal:
             raise UserError("shift = true is for a causal language model: give causal, or leave shift out")
 
@@ -115,14 +111,11 @@ class Optimisation:
         _check_range(self, 1, "updates", "accumulate", "max_bad")
         _check_range(self, 1, "batch", high=1_000_000)
         _check_range(self, 0, "warmup", "weight_decay", "final_rate")
-        if self.clip <= 0:
-            raise UserError(f"clip must be above 0, got {self.clip}")
-        if not 0 <= self.ema < 1:
-            raise UserError(f"ema must be at least 0 and below 1, got {self.ema}")
-        if not 0 < self.restored_rate <= 1:
-            raise UserError(f"restored_rate must be above 0 and at most 1, got {self.restored_rate}")
-        if self.batch % self.accumulate:
-            raise UserError(f"batch = {self.batch} must be a multiple of accumulate = {self.accumulate}")
+        require(self.clip > 0, f"clip must be above 0, got {self.clip}")
+        require(0 <= self.ema < 1, f"ema must be at least 0 and below 1, got {self.ema}")
+        _check_rate(self, "restored_rate")
+        whole = self.batch % self.accumulate == 0
+        require(whole, f"batch = {self.batch} must be a multiple of accumulate = {self.accumulate}")
 
 
 @dataclass(frozen=True)
@@ -131,8 +124,7 @@ class DenoiseRecipe(Optimisation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.learning_rate <= 1:
-            raise UserError(f"learning_rate must be above 0 and at most 1, got {self.learning_rate}")
+        _check_rate(self, "learning_rate")
 
 
 @dataclass(frozen=True)
@@ -152,18 +144,14 @@ class OrderRecipe(Optimisation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.budget < 2:
-            raise UserError(
-                f"budget (T) must be at least 2, got {self.budget}: in one step everything is revealed, "
-                "and there is no order to learn"
-            )
-        if self.tau <= 0:
-            raise UserError(f"tau must be above 0, got {self.tau}")
-        if self.baseline == "leave-one-out" and self.trajectories < 2:
-            raise UserError(
-                f"trajectories (k) must be at least 2 with leave-one-out, got {self.trajectories}: "
-                "raise it, or take baseline = 'none' or 'moving-average'"
-            )
+        no_order = "in one step everything is revealed, and there is no order to learn"
+        require(self.budget >= 2, f"budget (T) must be at least 2, got {self.budget}: {no_order}")
+        require(self.tau > 0, f"tau must be above 0, got {self.tau}")
+        require(
+            self.baseline != "leave-one-out" or self.trajectories >= 2,
+            f"trajectories (k) must be at least 2 with leave-one-out, got {self.trajectories}: "
+            "raise it, or take baseline = 'none' or 'moving-average'",
+        )
         _check_range(self, 1, "kl_weight")
         _check_range(self, 2, "budget", high=MOST_STEPS)
         _check_range(self, 1, "trajectories", high=10_000)
@@ -172,10 +160,10 @@ class OrderRecipe(Optimisation):
             parse_teacher(self.teacher)
         if self.continued and self.denoiser_rate == 0:
             raise UserError("continued is for denoiser_rate > 0: the rivals of a frozen order run on its own denoiser")
-        if not (self.selector_rate or self.scorer_rate):
-            raise UserError(
-                "selector_rate and scorer_rate are both 0: no order would be learned; train the denoiser in [denoise]"
-            )
+        require(
+            self.selector_rate + self.scorer_rate > 0,
+            "selector_rate and scorer_rate are both 0: no order would be learned; train the denoiser in [denoise]",
+        )
         if self.kl_weight > 1 and not self.scorer_rate and not self.denoiser_rate:
             raise UserError("kl_weight has no effect where only the selector learns: leave it out")
 
@@ -202,8 +190,8 @@ class EvaluateRecipe:
     def __post_init__(self) -> None:
         _check_range(self, 1, "examples", high=MOST_EXAMPLES)
         _check_range(self, 0, "temperature")
-        if not all(1 <= budget <= MOST_STEPS for budget in self.budgets):
-            raise UserError(f"budgets must be between 1 and {MOST_STEPS:,}, got {list(self.budgets)}")
+        possible = all(1 <= budget <= MOST_STEPS for budget in self.budgets)
+        require(possible, f"budgets must be between 1 and {MOST_STEPS:,}, got {list(self.budgets)}")
         from unmask.decoding.policies import check_policy, own_rules
 
         for policy in self.policies:
@@ -239,15 +227,13 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _check_range(self, 0, "threads", high=1024)  # with very many, torch fails in ways that cannot be caught
-        if "name" not in self.task:
-            raise UserError("[task] needs a name")
+        require("name" in self.task, "[task] needs a name")
         for key, value in self.task.items():
-            if not isinstance(value, str | int | float):
-                raise UserError(f"task.{key} must be a number, a string, true or false, got {value!r}")
+            simple = isinstance(value, str | int | float)
+            require(simple, f"task.{key} must be a number, a string, true or false, got {value!r}")
         if not is_own(str(self.task["name"])):  # that is code, which only `load_recipe` runs
             object.__setattr__(self, "task", _resolved_task(**self.task))
-        if not self.denoise and not self.order:
-            raise UserError("nothing to train: give [denoise], [order] or both")
+        require(bool(self.denoise or self.order), "nothing to train: give [denoise], [order] or both")
         if not self.denoise and not self.init:
             raise UserError("an order needs a denoiser: give [denoise], or init = 'the folder of an earlier run'")
         if self.order and self.order.from_init and (not self.init or self.denoise):
@@ -281,11 +267,6 @@ class Recipe:
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
-    @classmethod
-    def from_json(cls, text: str) -> Recipe:
-        """What `to_json` wrote.  Tasks and rules of the user's own are taken as they stand: nothing is imported."""
-        return build(cls, parse_json(text))
-
 
 def _check_range(recipe: Any, low: int, *names: str, high: int | None = None) -> None:
     for name in names:
@@ -294,6 +275,11 @@ def _check_range(recipe: Any, low: int, *names: str, high: int | None = None) ->
             raise UserError(f"{name} must be between {low} and {high:,}, got {value}")
         if value < low:
             raise UserError(f"{name} must be at least {low}, got {value}")
+
+
+def _check_rate(recipe: Any, name: str) -> None:
+    value = getattr(recipe, name)
+    require(0 < value <= 1, f"{name} must be above 0 and at most 1, got {value}")
 
 
 def _resolved_task(name: str, **options: Any) -> dict[str, Any]:
@@ -332,8 +318,9 @@ def not_continued(plain: Recipe, joint: Recipe) -> list[tuple[str, Any, Any]]:
 
     Where they start from, and the shape of the denoiser, is for the weights to say.
     """
-    own = {name: getattr(plain, name) for name in ("seed", "init", "model")}
-    wanted = dataclasses.replace(joint, order=None, denoise=continued(joint), **own)
+    wanted = dataclasses.replace(
+        joint, order=None, denoise=continued(joint), seed=plain.seed, init=plain.init, model=plain.model
+    )
     return differences(plain, wanted)
 
 
@@ -368,12 +355,9 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = Path(name)
     if not path.is_file():
-        path = recipe_folder() / f"{name}.toml"
-    if not path.is_file():
-        known = known_recipes()
-        raise UserError(
-            f"no recipe {str(name)!r}; {did_you_mean(str(name), known)}give a file or one of {', '.join(known)}"
-        )
+        path, known = recipe_folder() / f"{name}.toml", known_recipes()
+        nearest = did_you_mean(str(name), known)
+        require(path.is_file(), f"no recipe {str(name)!r}; {nearest}give a file or one of {', '.join(known)}")
     values = read_toml(path)
     task = values.get("task")
     name_in_file = task.get("name") if isinstance(task, dict) else None

@@ -76,15 +76,15 @@ def full_attention(causal, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
-def test_with_the_causal_mask_off_ours_is_theirs(options):
-    causal = tiny(**options)
-    ours = adapt_causal(causal, shift=False).denoiser.double()
-    ids = torch.randint(2, ours.vocab_size, (3, 11), generator=torch.Generator().manual_seed(1))
-    wanted = full_attention(causal, ids)[..., : ours.vocab_size]
-    assert wanted.std() > 0.3
-    assert torch.allclose(ours(ids), wanted, rtol=0, atol=1e-5)  # rotary angles are float32 on both sides
-    assert not torch.allclose(ours(ids), causal.model(ids).logits[..., : ours.vocab_size], atol=1e-2)
+def test_with_the_causal_mask_off_ours_is_theirs():
+    for options in SHAPES.values():
+        causal = tiny(**options)
+        ours = adapt_causal(causal, shift=False).denoiser.double()
+        ids = torch.randint(2, ours.vocab_size, (3, 11), generator=torch.Generator().manual_seed(1))
+        wanted = full_attention(causal, ids)[..., : ours.vocab_size]
+        assert wanted.std() > 0.3
+        assert torch.allclose(ours(ids), wanted, rtol=0, atol=1e-5)  # rotary angles are float32 on both sides
+        assert not torch.allclose(ours(ids), causal.model(ids).logits[..., : ours.vocab_size], atol=1e-2)
 
 
 @torch.no_grad()
@@ -159,20 +159,17 @@ def test_adapting_leaves_the_random_state_alone():
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_another_shape_is_refused_in_one_line():
+    for options, said in [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "model.layers.0.self_attn.k_proj.bias"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
-    ],
-)
-def test_another_shape_is_refused_in_one_line(options, said):
-    with pytest.raises(ValueError, match="only a Llama-shaped model") as refused:
-        adapt_causal(tiny(**options))
-    assert said in str(refused.value)
-    assert "\n" not in str(refused.value)
+    ]:
+        with pytest.raises(ValueError, match="only a Llama-shaped model") as refused:
+            adapt_causal(tiny(**options))
+        assert said in str(refused.value)
+        assert "\n" not in str(refused.value)
 
 
 def test_another_kind_of_model_is_refused():

@@ -1,3 +1,5 @@
+from itertools import product
+
 import pytest
 import torch
 
@@ -6,10 +8,7 @@ from unmask.models.packing import Layout, Spans, packed_length, spare_rows
 
 NUM_TOKENS = 7
 MASK = NUM_TOKENS - 1
-SHAPES = [
-    pytest.param({"absolute_positions": True}, id="absolute"),
-    pytest.param({"kv_heads": 1, "head_width": 6, "qk_norm": True}, id="grouped"),
-]
+SHAPES = [{"absolute_positions": True}, {"kv_heads": 1, "head_width": 6, "qk_norm": True}]
 
 
 def backbone(**options):
@@ -38,34 +37,33 @@ def padded(sequences, side, filler):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", SHAPES)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_sequence_is_the_same_alone_and_in_a_batch_padded_on_either_side(options, side):
-    trunk = backbone(**options)
+def test_a_sequence_is_the_same_alone_and_in_a_batch_padded_on_either_side():
     sequences = [tokens(length, seed=length) for length in (5, 1, 9, 4)]
-    canvas, attention_mask = padded(sequences, side, tokens(4, 9, seed=50))
-    batch = trunk(canvas, attention_mask)
-    for row, sequence in enumerate(sequences):
-        alone = trunk(sequence[None])[0]
-        assert torch.allclose(batch[row, attention_mask[row]], alone, rtol=0, atol=1e-12)
+    for options, side in product(SHAPES, ("left", "right")):
+        trunk = backbone(**options)
+        canvas, attention_mask = padded(sequences, side, tokens(4, 9, seed=50))
+        batch = trunk(canvas, attention_mask)
+        for row, sequence in enumerate(sequences):
+            alone = trunk(sequence[None])[0]
+            assert torch.allclose(batch[row, attention_mask[row]], alone, rtol=0, atol=1e-12)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", SHAPES)
-def test_padding_has_no_influence(options):
-    trunk = backbone(**options)
-    sequences = [tokens(length, seed=length) for length in (3, 8)]
-    for side in ("left", "right"):
-        one, attention_mask = padded(sequences, side, tokens(2, 8, seed=1))
-        other, _ = padded(sequences, side, (tokens(2, 8, seed=1) + 1) % NUM_TOKENS)
-        assert torch.equal(trunk(one, attention_mask)[attention_mask], trunk(other, attention_mask)[attention_mask])
+def test_padding_has_no_influence():
+    for options in SHAPES:
+        trunk = backbone(**options)
+        sequences = [tokens(length, seed=length) for length in (3, 8)]
+        for side in ("left", "right"):
+            one, attention_mask = padded(sequences, side, tokens(2, 8, seed=1))
+            other, _ = padded(sequences, side, (tokens(2, 8, seed=1) + 1) % NUM_TOKENS)
+            assert torch.equal(trunk(one, attention_mask)[attention_mask], trunk(other, attention_mask)[attention_mask])
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", SHAPES)
-def test_full_attention_is_no_attention(options):
-    trunk, x = backbone(**options), tokens(2, 6)
-    assert torch.allclose(trunk(x, torch.ones_like(x, dtype=torch.bool)), trunk(x), rtol=0, atol=1e-12)
+def test_full_attention_is_no_attention():
+    for options in SHAPES:
+        trunk, x = backbone(**options), tokens(2, 6)
+        assert torch.allclose(trunk(x, torch.ones_like(x, dtype=torch.bool)), trunk(x), rtol=0, atol=1e-12)
 
 
 @torch.no_grad()
@@ -135,17 +133,17 @@ def test_the_paper_s_size():
     assert (config.layers, config.width, config.intermediate, config.heads) == (18, 768, 3072, 12)
 
 
-@pytest.mark.parametrize("field", ["width", "max_length"])
-def test_sizes_below_one_are_refused(field):
-    shape = {"width": 16, "layers": 2, "heads": 2, "intermediate": 24, "max_length": 12}
-    with pytest.raises(ValueError, match=f"{field} must be between 1 and .*, got 0"):
-        BackboneConfig(**{**shape, field: 0})
+def test_sizes_below_one_are_refused():
+    for field in ["width", "max_length"]:
+        shape = {"width": 16, "layers": 2, "heads": 2, "intermediate": 24, "max_length": 12}
+        with pytest.raises(ValueError, match=f"{field} must be between 1 and .*, got 0"):
+            BackboneConfig(**{**shape, field: 0})
 
 
-@pytest.mark.parametrize(("width", "heads"), [(16, 3), (6, 2)])
-def test_a_width_that_does_not_split_into_rotary_pairs_is_refused(width, heads):
-    with pytest.raises(ValueError, match=rf"width {width} must be a multiple of 2 \* heads = {2 * heads}"):
-        BackboneConfig(width=width, layers=1, heads=heads, intermediate=8)
+def test_a_width_that_does_not_split_into_rotary_pairs_is_refused():
+    for width, heads in [(16, 3), (6, 2)]:
+        with pytest.raises(ValueError, match=rf"width {width} must be a multiple of 2 \* heads = {2 * heads}"):
+            BackboneConfig(width=width, layers=1, heads=heads, intermediate=8)
 
 
 @torch.no_grad()
@@ -167,17 +165,14 @@ def test_grouped_queries_are_heads_whose_keys_and_values_are_repeated():
     assert torch.allclose(grouped(canvas), plain(canvas), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_a_wrong_number_of_keys_is_refused():
+    for options, said in [
         ({"kv_heads": 3}, "heads 4 must be a multiple of kv_heads = 3"),
         ({"kv_heads": -1}, "kv_heads must be between 0 and"),
         ({"head_width": 5}, "head_width must be even"),
-    ],
-)
-def test_a_wrong_number_of_keys_is_refused(options, said):
-    with pytest.raises(ValueError, match=said):
-        BackboneConfig(width=16, layers=1, heads=4, intermediate=24, **options)
+    ]:
+        with pytest.raises(ValueError, match=said):
+            BackboneConfig(width=16, layers=1, heads=4, intermediate=24, **options)
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------
@@ -195,9 +190,8 @@ def masked_layout(x, attention_mask):
     return Layout(positions, attention_mask[:, None, None, :], None, tuple(x.shape))
 
 
-@pytest.mark.parametrize("spare", [0, 19])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("options", SHAPES)
+@pytest.mark.parametrize(("side", "spare"), [("left", 0), ("left", 19), ("right", 19)])
+@pytest.mark.parametrize("options", SHAPES, ids=["absolute", "grouped"])
 def test_packing_changes_nothing_but_the_padding(side, options, spare, monkeypatch):
     """Nor do places that fill a row up, as on a GPU."""
     monkeypatch.setattr("unmask.models.packing.packed_length", lambda num_tokens, device: num_tokens + spare)
@@ -244,8 +238,8 @@ def test_on_a_gpu_rows_hold_few_numbers_of_sequences():
         assert spare_rows(rows, 264, spare, cpu) == -(-spare // 264)
 
 
-@pytest.mark.parametrize("empty", [5])
-def test_empty_sequences_change_nothing(empty, monkeypatch):
+def test_empty_sequences_change_nothing(monkeypatch):
+    empty = 5
     x, attention_mask = rows_of()
     trunk = backbone()
     plain = trunk(x, attention_mask)
@@ -274,14 +268,14 @@ def test_spans_keep_sequences_apart_and_may_be_empty():
     assert attended(nothing, nothing, nothing, Spans(torch.tensor([0]), 4)).shape == (1, 0, 2, 4)
 
 
-@pytest.mark.parametrize("width", [36, 40])
-def test_heads_filled_up_to_eights_attend_as_before(width):
+def test_heads_filled_up_to_eights_attend_as_before():
     """What CUDA's variable-length attention asks for; a selector a quarter as wide as SmolLM2 has heads of 36."""
-    states = torch.randn(3, 1, 5, 2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    filled = pad_heads(*states)
-    assert all(part.shape[-1] == -(-width // 8) * 8 for part in filled)
-    wanted = attended(*states, None)
-    assert torch.allclose(attended(*filled, None)[..., :width], wanted, atol=1e-12)
+    for width in [36, 40]:
+        states = torch.randn(3, 1, 5, 2, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        filled = pad_heads(*states)
+        assert all(part.shape[-1] == -(-width // 8) * 8 for part in filled)
+        wanted = attended(*states, None)
+        assert torch.allclose(attended(*filled, None)[..., :width], wanted, atol=1e-12)
 
 
 def test_nothing_is_packed_inside_a_compiled_program():

@@ -17,14 +17,14 @@ def generator(seed=0):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_mask_token_never_gets_mass(tied):
-    torch.manual_seed(0)
-    denoiser = Denoiser(TRUNK, V, tied_head=tied)
-    assert denoiser.mask_token_id == V
-    logits = denoiser(torch.full((2, 6), V))  # a canvas of mask tokens can be read
-    assert logits.shape == (2, 6, V)  # and there is no logit to write one with
-    assert torch.isfinite(logits).all()
+def test_the_mask_token_never_gets_mass():
+    for tied in [False, True]:
+        torch.manual_seed(0)
+        denoiser = Denoiser(TRUNK, V, tied_head=tied)
+        assert denoiser.mask_token_id == V
+        logits = denoiser(torch.full((2, 6), V))  # a canvas of mask tokens can be read
+        assert logits.shape == (2, 6, V)  # and there is no logit to write one with
+        assert torch.isfinite(logits).all()
 
 
 @torch.no_grad()
@@ -39,31 +39,31 @@ def test_a_tied_head_is_the_embedding_without_the_mask():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tied", [False, True])
-def test_logits_of_some_positions_are_those_of_the_whole(tied):
-    torch.manual_seed(0)
-    denoiser = Denoiser(TRUNK, V, tied_head=tied)
-    x = torch.randint(V + 1, (3, 6), generator=generator())
-    assert torch.allclose(denoiser.logits(denoiser.hidden(x)[x == V]), denoiser(x)[x == V], atol=1e-6)
+def test_logits_of_some_positions_are_those_of_the_whole():
+    for tied in [False, True]:
+        torch.manual_seed(0)
+        denoiser = Denoiser(TRUNK, V, tied_head=tied)
+        x = torch.randint(V + 1, (3, 6), generator=generator())
+        assert torch.allclose(denoiser.logits(denoiser.hidden(x)[x == V]), denoiser(x)[x == V], atol=1e-6)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_shifted_denoiser_reads_the_token_before_whatever_the_padding(side):
-    torch.manual_seed(0)
-    plain = Denoiser(TRUNK, V).double()
-    shifted = Denoiser(TRUNK, V, shift=True).double()
-    shifted.load_state_dict(plain.state_dict())
-    alone = torch.randint(V + 1, (1, 6), generator=generator())
-    wanted = plain(alone)[:, [0, 0, 1, 2, 3, 4]]  # the first has none before it
-    assert torch.allclose(shifted(alone), wanted, rtol=0, atol=1e-12)
-    assert not torch.allclose(shifted(alone)[:, 1:], plain(alone)[:, 1:], atol=1e-3)
-    rest = torch.randint(V + 1, (1, 3), generator=generator(1))
-    attention_mask = torch.ones(1, 9, dtype=torch.bool)
-    attention_mask[:, :3] = side == "right"
-    attention_mask[:, 6:] = side == "left"
-    padded = torch.cat([alone, rest] if side == "right" else [rest, alone], dim=1)
-    assert torch.allclose(shifted(padded, attention_mask)[attention_mask], wanted[0], rtol=0, atol=1e-12)
+def test_a_shifted_denoiser_reads_the_token_before_whatever_the_padding():
+    for side in ["left", "right"]:
+        torch.manual_seed(0)
+        plain = Denoiser(TRUNK, V).double()
+        shifted = Denoiser(TRUNK, V, shift=True).double()
+        shifted.load_state_dict(plain.state_dict())
+        alone = torch.randint(V + 1, (1, 6), generator=generator())
+        wanted = plain(alone)[:, [0, 0, 1, 2, 3, 4]]  # the first has none before it
+        assert torch.allclose(shifted(alone), wanted, rtol=0, atol=1e-12)
+        assert not torch.allclose(shifted(alone)[:, 1:], plain(alone)[:, 1:], atol=1e-3)
+        rest = torch.randint(V + 1, (1, 3), generator=generator(1))
+        attention_mask = torch.ones(1, 9, dtype=torch.bool)
+        attention_mask[:, :3] = side == "right"
+        attention_mask[:, 6:] = side == "left"
+        padded = torch.cat([alone, rest] if side == "right" else [rest, alone], dim=1)
+        assert torch.allclose(shifted(padded, attention_mask)[attention_mask], wanted[0], rtol=0, atol=1e-12)
 
 
 # --- selector ---------------------------------------------------------------------------------------------------------
@@ -90,14 +90,14 @@ def selector(trained=True, positions=0, budget=9):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("positions", [0, 7])
-def test_an_untrained_selector_is_the_iid_rule(positions):
+def test_an_untrained_selector_is_the_iid_rule():
     """t steps follow this one, so each mask is revealed now with probability 1 / (t + 1)."""
-    hidden, confidences, masked = selector_input(9, 6)
-    t = torch.arange(1, 10)
-    p = selector(trained=False, positions=positions)(hidden, confidences, masked, t).sigmoid()
-    expected = (1 / (t + 1)).to(p)[:, None].expand_as(p)
-    assert torch.allclose(p[masked], expected[masked], rtol=0, atol=1e-7)
+    for positions in [0, 7]:
+        hidden, confidences, masked = selector_input(9, 6)
+        t = torch.arange(1, 10)
+        p = selector(trained=False, positions=positions)(hidden, confidences, masked, t).sigmoid()
+        expected = (1 / (t + 1)).to(p)[:, None].expand_as(p)
+        assert torch.allclose(p[masked], expected[masked], rtol=0, atol=1e-7)
 
 
 @torch.no_grad()
@@ -181,10 +181,10 @@ def test_the_selector_is_small_beside_the_denoiser():
     assert parameters(network) < 0.06 * parameters(trunk)
 
 
-@pytest.mark.parametrize("shape", [{"heads": 3}, {"positions": -1}, {"budget": 0}])
-def test_bad_shapes_of_a_selector_are_refused(shape):
-    with pytest.raises(ValueError, match=r"must be|needs"):
-        Selector(SelectorConfig(**{"width": 8, "layers": 1, "heads": 2, "budget": 3, **shape}), TRUNK.width)
+def test_bad_shapes_of_a_selector_are_refused():
+    for shape in [{"heads": 3}, {"positions": -1}, {"budget": 0}]:
+        with pytest.raises(ValueError, match=r"must be|needs"):
+            Selector(SelectorConfig(**{"width": 8, "layers": 1, "heads": 2, "budget": 3, **shape}), TRUNK.width)
 
 
 # --- scorer -----------------------------------------------------------------------------------------------------------

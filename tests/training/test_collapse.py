@@ -28,9 +28,9 @@ def good(**values):
     return {"elbo": -1.0, "q_steps": 4.0, "saturated": 0.2, **values}
 
 
-def guard_of(budget=BUDGET, restored_rate=0.0, weight=0.0):
+def guard_of(budget=BUDGET, restored_rate=0.0):
     """A guard of one number."""
-    parameter = nn.Parameter(torch.full((1,), weight))
+    parameter = nn.Parameter(torch.zeros(1))
     return CollapseGuard({"weight": parameter}, torch.optim.AdamW([parameter]), budget, restored_rate)
 
 
@@ -46,14 +46,14 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("words", "bad"), BAD.items(), ids=BAD.keys())
-def test_each_sign_is_reported_once_and_not_before_it_has_lasted(words, bad):
-    guard = guard_of()
-    assert said(guard, good()) == []
-    found = said(guard, bad)
-    assert len(found) == 1
-    assert words in found[0][1]
-    assert PATIENCE <= found[0][0] < 3 * PATIENCE
+def test_each_sign_is_reported_once_and_not_before_it_has_lasted():
+    for words, bad in BAD.items():
+        guard = guard_of()
+        assert said(guard, good()) == []
+        found = said(guard, bad)
+        assert len(found) == 1
+        assert words in found[0][1]
+        assert PATIENCE <= found[0][0] < 3 * PATIENCE
 
 
 def test_noise_is_not_a_collapse():
@@ -217,18 +217,14 @@ class Turning(Groups):
         return replace(examples, tokens=torch.where(ids[:, None] < 8 * 3 * PATIENCE, 0, examples.tokens))
 
 
-@pytest.mark.parametrize(
-    ("on_collapse", "then", "rate_factor"),
-    [("report", "try a smaller", 1.0), ("restore", "is restored, learning rates times 0.5", 0.5)],
-)
-def test_a_run_whose_denoiser_becomes_worse_says_so(tmp_path, on_collapse, then, rate_factor):
+def test_a_run_whose_denoiser_becomes_worse_says_so(tmp_path):
     """The bound falls because the task turns, on any machine; a second collapse would need PATIENCE more updates."""
     (tmp_path / "tiny.toml").write_text(TINY_RECIPE)
-    rates = ["batch=8", "learning_rate=0.01", "final_rate=1", f"updates={6 * PATIENCE}", f"on_collapse={on_collapse}"]
+    rates = ["batch=8", "learning_rate=0.01", "final_rate=1", f"updates={6 * PATIENCE}", "on_collapse=restore"]
     overrides = ["task.name=tests.training.test_collapse:Turning", "order.updates=1", *(f"denoise.{r}" for r in rates)]
     train(load_recipe(tmp_path / "tiny.toml", overrides), tmp_path / "run", cpu=True)
     lines = [line for line in json_lines(tmp_path / "run" / "metrics.jsonl") if line["stage"] == "denoise"]
     [event] = [line for line in lines if "event" in line]
     assert "THE DENOISER HAS COLLAPSED: the bound is" in event["event"]
-    assert then in event["event"]
-    assert lines[-1]["rate_factor"] == rate_factor
+    assert "is restored, learning rates times 0.5" in event["event"]
+    assert lines[-1]["rate_factor"] == 0.5

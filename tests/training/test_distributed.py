@@ -11,6 +11,7 @@ import torch
 
 from tests.training.processes import CASES, UPDATES, curve, train_with_a_stop
 from tests.training.small import TINY_RECIPE, json_lines
+from unmask.cli import main
 from unmask.models.order_model import OrderModel
 from unmask.recipe import load_recipe
 from unmask.training.loop import Stage, run_stage
@@ -27,12 +28,6 @@ SETTINGS = [
 ]
 
 
-def launch(*arguments, processes=2):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*sys.path, "."])}
-    call = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", *map(str, arguments)]
-    return subprocess.run([sys.executable, "-m", *call], env=environment, capture_output=True, text=True, timeout=1800)
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """Everything that two processes do, in one launch."""
@@ -40,8 +35,12 @@ def two(tmp_path_factory):
     (folder / "tiny.toml").write_text(TINY_RECIPE)
     (folder / "settings.json").write_text(json.dumps(SETTINGS))
     assert "stage order is saved after update 5" in train_with_a_stop(recipe(folder), folder / "begun-on-one", 17)
-    done = launch("tests.training.processes", folder)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*sys.path, "."])}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    call = [*torchrun, "-m", "tests.training.processes", str(folder)]
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
+    (folder / "printed.txt").write_text(done.stdout)
     train(recipe(folder), folder / "one", cpu=True)
     return folder
 
@@ -56,7 +55,7 @@ def found(folder, rank):
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_train_as_one(two, tmp_path, case):
-    """Float64: loss, bound and gradients of all 20 updates agree within 1e-8, and all processes see the same."""
+    """Float64: loss, bound and gradients of all updates agree within 1e-8, and all processes see the same."""
     alone = curve(case, tmp_path)
     first, second = (found(two, rank)["curves"][case] for rank in (0, 1))
     assert first == second
@@ -81,27 +80,25 @@ def assert_close(run, other):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_a_stop_of_one_process_stops_and_saves_all(two, how):
-    for rank in (0, 1):
-        assert found(two, rank)["said"][how] == (
-            "stopped by SIGTERM; stage order is saved after update 5 of 12; the same command resumes there"
-        )
-    names = sorted(path.name for path in (two / f"{how}-copy" / "checkpoints").iterdir())
-    assert names == ["order-00000005"]
+def test_a_stop_of_one_process_stops_and_saves_all(two):
+    expected = "stopped by SIGTERM; stage order is saved after update 5 of 12; the same command resumes there"
+    for how in ("ddp", "fsdp"):
+        assert [found(two, rank)["said"][how] for rank in (0, 1)] == [expected, expected]
+        names = sorted(path.name for path in (two / f"{how}-copy" / "checkpoints").iterdir())
+        assert names == ["order-00000005"]
 
 
-@pytest.mark.parametrize("run", ["ddp", "fsdp", "begun-on-one"])
-def test_runs_of_two_processes_end_where_one_ends(two, run):
+def test_runs_of_two_processes_end_where_one_ends(two):
     """Stopped in between and resumed; the last was begun by one process and finished by two."""
-    assert_close(two / run, two / "one")
+    for run in ("ddp", "fsdp", "begun-on-one"):
+        assert_close(two / run, two / "one")
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_a_checkpoint_of_two_processes_is_one_for_one(two, tmp_path, how):
-    run = shutil.copytree(two / f"{how}-copy", tmp_path / "run")
-    train(recipe(two), run, cpu=True)
-    assert_close(run, two / "one")
+def test_a_checkpoint_of_two_processes_is_one_for_one(two, tmp_path):
+    for how in ("ddp", "fsdp"):
+        run = shutil.copytree(two / f"{how}-copy", tmp_path / how)
+        train(recipe(two), run, cpu=True)
+        assert_close(run, two / "one")
 
 
 def test_the_shards_were_shards(two):
@@ -129,19 +126,16 @@ def comparable(path):
 
 
 def test_the_command_line_on_two_processes(two, tmp_path):
-    """`torchrun -m unmask train` and `evaluate`: one speaks, and the records are those of one process."""
-    run, options = tmp_path / "run", ["--cpu"]
-    recipe_file = tmp_path / "tiny.toml"
-    recipe_file.write_text(TINY_RECIPE)
-    done = launch("unmask", "train", recipe_file, "--out", run, *options)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("model: ") == 1
-    alone = shutil.copytree(run, tmp_path / "alone")
-    done = launch("unmask", "evaluate", run, "--examples", 21, *options)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("true entropy") == 1, "one of them prints"
-    call = [sys.executable, "-m", "unmask", "evaluate", alone, "--examples", "21", *options]
-    subprocess.run(list(map(str, call)), check=True, capture_output=True)
+    """`unmask train` and `evaluate` under torchrun: one speaks, and the records are those of one process."""
+    printed = (two / "printed.txt").read_text()
+    assert printed.count("model: ") == 1
+    assert printed.count("true entropy") == 1
+    run, alone = two / "run", shutil.copytree(two / "run", tmp_path / "alone")
+    for name in ("results.jsonl", "verdicts.jsonl"):
+        (alone / name).unlink()
+    with pytest.raises(SystemExit) as end:
+        main(["evaluate", str(alone), "--cpu"])
+    assert not end.value.code
     for name in ("results.jsonl", "verdicts.jsonl"):
         assert comparable(run / name) == comparable(alone / name), name
     assert len(comparable(run / "results.jsonl")) >= 3

@@ -185,16 +185,16 @@ def test_every_update_has_a_gradient_of_its_own(tmp_path, steps):
 # --- freezing ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("frozen", NETWORKS)
-def test_rate_zero_freezes_bit_for_bit(tmp_path, frozen):
+def test_rate_zero_freezes_bit_for_bit(tmp_path):
     """Not even weight decay or the averaging of the weights may touch it."""
-    before = small_model(budget=BUDGET)
-    how = stage(updates=5, weight_decay=0.1, ema=0.7)
-    after, recorded = run(tmp_path, how=how, **{frozen: 0.0})
-    for network in NETWORKS:
-        unchanged = same(weights(getattr(before, network)), weights(getattr(after, network)))
-        assert unchanged == (network == frozen), network
-    assert set(recorded[0]["gradient_norm"]) == set(NETWORKS) - {frozen}
+    for frozen in NETWORKS:
+        before = small_model(budget=BUDGET)
+        how = stage(updates=5, weight_decay=0.1, ema=0.7)
+        after, recorded = run(tmp_path, how=how, **{frozen: 0.0})
+        for network in NETWORKS:
+            unchanged = same(weights(getattr(before, network)), weights(getattr(after, network)))
+            assert unchanged == (network == frozen), network
+        assert set(recorded[0]["gradient_norm"]) == set(NETWORKS) - {frozen}
 
 
 def test_the_plain_objective_leaves_the_order_alone(tmp_path):
@@ -213,8 +213,7 @@ def gradients_of(objective, update, index, how, seed=0):
     return backward(objective, micro_batches(update, index, how, TASK, seed, accelerator), how.batch, accelerator)
 
 
-@pytest.mark.parametrize("kind", ["denoise", "order"])
-@pytest.mark.parametrize("accumulate", [2, 8])
+@pytest.mark.parametrize(("kind", "accumulate"), [("denoise", 2), ("order", 8)])
 def test_accumulation_is_one_big_batch(kind, accumulate):
     found = []
     for parts in (1, accumulate):
@@ -232,14 +231,14 @@ def test_accumulation_is_one_big_batch(kind, accumulate):
         assert float(parts_metrics[name]) == pytest.approx(float(value), rel=1e-9), name
 
 
-@pytest.mark.parametrize("kind", ["denoise", "order"])
-def test_accumulated_training_is_the_same_training(tmp_path, kind):
-    whole, _ = run(tmp_path, kind, stage(updates=3))
-    in_parts, _ = run(tmp_path, kind, stage(updates=3, accumulate=4))
-    start = small_model(budget=BUDGET)
-    assert not same(weights(start.denoiser), weights(whole.denoiser))
-    for name, tensor in weights(whole).items():
-        assert (weights(in_parts)[name] - tensor).abs().max() < 1e-10, name
+def test_accumulated_training_is_the_same_training(tmp_path):
+    for kind in ["denoise", "order"]:
+        whole, _ = run(tmp_path, kind, stage(updates=3))
+        in_parts, _ = run(tmp_path, kind, stage(updates=3, accumulate=4))
+        start = small_model(budget=BUDGET)
+        assert not same(weights(start.denoiser), weights(whole.denoiser))
+        for name, tensor in weights(whole).items():
+            assert (weights(in_parts)[name] - tensor).abs().max() < 1e-10, name
 
 
 class Listening(nn.Module):
@@ -296,16 +295,16 @@ def test_no_two_stages_or_epochs_share_a_draw(tmp_path, name):
 # --- repeatability ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["denoise", "order"])
-def test_same_seed_same_bits(tmp_path, kind):
-    first, first_metrics = run(tmp_path, kind, seed=3)
-    torch.rand(7)  # the global state is nobody's business
-    second, second_metrics = run(tmp_path, kind, seed=3)
-    assert same(weights(first), weights(second))
-    for one, two in zip(first_metrics, second_metrics, strict=True):
-        assert {**one, "seconds": 0} == {**two, "seconds": 0}
-    other, _ = run(tmp_path, kind, seed=4)
-    assert not same(weights(first), weights(other))
+def test_same_seed_same_bits(tmp_path):
+    for kind in ["denoise", "order"]:
+        first, first_metrics = run(tmp_path, kind, seed=3)
+        torch.rand(7)  # the global state is nobody's business
+        second, second_metrics = run(tmp_path, kind, seed=3)
+        assert same(weights(first), weights(second))
+        for one, two in zip(first_metrics, second_metrics, strict=True):
+            assert {**one, "seconds": 0} == {**two, "seconds": 0}
+        other, _ = run(tmp_path, kind, seed=4)
+        assert not same(weights(first), weights(other))
 
 
 # --- averaging --------------------------------------------------------------------------------------------------------

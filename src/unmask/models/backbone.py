@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention, silu
 
-from unmask.errors import UserError
+from unmask.errors import UserError, require
 from unmask.models.packing import Attend, Layout, Spans, stream_dtype
 
 _RANGES = {
@@ -28,7 +28,7 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class BackboneConfig:
-    """The shape of a trunk.  `absolute_positions` adds a learned vector a position.
+    """The shape of a trunk.  `absolute_positions` adds a learned vector per position.
 
     `kv_heads` < `heads` is grouped-query attention: H / K neighbouring queries share a key and a value.
 
@@ -50,12 +50,11 @@ class BackboneConfig:
 
     def __post_init__(self) -> None:
         for field, (low, high) in _RANGES.items():
-            if not low <= getattr(self, field) <= high:
-                raise UserError(f"{field} must be between {low} and {high:,}, got {getattr(self, field)}")
+            value = getattr(self, field)
+            require(low <= value <= high, f"{field} must be between {low} and {high:,}, got {value}")
         if not self.head_width and self.width % (2 * self.heads):
             raise UserError(f"width {self.width} must be a multiple of 2 * heads = {2 * self.heads} (rotary pairs)")
-        if self.head_width % 2:
-            raise UserError(f"head_width must be even (rotary pairs), got {self.head_width}")
+        require(self.head_width % 2 == 0, f"head_width must be even (rotary pairs), got {self.head_width}")
         if self.kv_heads and self.heads % self.kv_heads:
             raise UserError(f"heads {self.heads} must be a multiple of kv_heads = {self.kv_heads}")
 
@@ -142,8 +141,7 @@ class RMSNorm(nn.RMSNorm):
     """Of the stream's own dtype, whatever that of the weights: the fused kernels want one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)
-        return rms_norm(x, self.normalized_shape, weight, self.eps)
+        return rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Block(nn.Module):
@@ -218,19 +216,17 @@ class Backbone(nn.Module):
         x = self.embedding(layout.take(tokens)).to(dtype)
         if self.positions is not None:
             x = x + self.positions(layout.positions).to(dtype)
-        return layout.put(self.run(x, *self._rotary(layout), layout.attend))
+        if layout.attend is None:
+            cos, sin = self.cos[:, :length], self.sin[:, :length]
+        else:
+            cos, sin = self.cos[0][layout.positions], self.sin[0][layout.positions]
+        return layout.put(self.run(x, cos, sin, layout.attend))
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """The blocks: all that is worth compiling."""
         for block in self.blocks:
             x = block(x, (cos, sin), attend)
         return self.norm(x)
-
-    def _rotary(self, layout: Layout) -> Rotary:
-        """The tables at these positions [B or 1, L]."""
-        if layout.attend is None:
-            return self.cos[:, : layout.shape[1]], self.sin[:, : layout.shape[1]]
-        return self.cos[0][layout.positions], self.sin[0][layout.positions]
 
 
 def small_init(width: int) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from unmask.errors import UserError
+from unmask.errors import UserError, require
 from unmask.models.backbone import Backbone, BackboneConfig, Block, RMSNorm, rotary_angles, small_init
 from unmask.models.packing import Attend, Layout, stream_dtype
 from unmask.variational.posterior import full_precision
@@ -81,10 +81,8 @@ class SelectorConfig:
     positions: int = 0
 
     def __post_init__(self) -> None:
-        if self.positions < 0:
-            raise UserError(f"positions must be 0 (none) or the longest sequence, got {self.positions}")
-        if self.budget < 1:
-            raise UserError(f"a selector needs a budget T >= 1, got {self.budget}")
+        require(self.positions >= 0, f"positions must be 0 (none) or the longest sequence, got {self.positions}")
+        require(self.budget >= 1, f"a selector needs a budget T >= 1, got {self.budget}")
         self.shape  # noqa: B018  # checks width and heads
 
     @property
@@ -147,14 +145,13 @@ class Selector(nn.Module):
         dtype = stream_dtype(self.out.weight)
         layout = attention_mask if isinstance(attention_mask, Layout) else Layout.of(masked, attention_mask, dtype)
         t = t.clamp(min=1).to(torch.promote_types(hidden.dtype, torch.float32))  # log t must not be rounded to bfloat16
-        asked = torch.stack([t, torch.full_like(t, self.budget)], dim=-1)[:, None].expand(
-            *masked.shape, -1
-        )  # [B, L, 2]
+        times = torch.stack([t, torch.full_like(t, self.budget)], dim=-1)  # [B, 2]
+        asked = times[:, None].expand(*masked.shape, -1)  # [B, L, 2]
         seen = layout.take(torch.cat([full_precision(confidences), masked[..., None], asked], dim=-1))
         return layout.put(self.run(layout.take(hidden).to(dtype), seen, layout.positions, layout.attend))
 
     def run(self, hidden: Tensor, seen: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """All that is worth compiling: one number a place from what is known there.
+        """All that is worth compiling: one number per place from what is known there.
 
         seen [..., 6]: three confidences, masked or not, t and T.
         """
@@ -197,7 +194,7 @@ class OrderScorer(nn.Module):
 
 
 def _in_full_precision(layer: nn.Linear, x: Tensor) -> Tensor:
-    """One number a position [B, L] in float32 at least, autocast or not.
+    """One number per position [B, L] in float32 at least, autocast or not.
 
     A score rounded to bfloat16 has eight bits: neighbours would tie, and tied positions are revealed together.
     """

@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
 
 from unmask import files
-from unmask.errors import UserError
+from unmask.errors import UserError, require
 from unmask.fields import build
 from unmask.jsonl import parse_json
 from unmask.models.backbone import BackboneConfig
@@ -50,10 +50,9 @@ class OrderModelConfig:
     tau: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.vocab_size < 1:
-            raise UserError(f"vocab_size must be at least 1, got {self.vocab_size}")
-        if self.selection not in SELECTIONS:
-            raise UserError(f"selection must be one of {', '.join(SELECTIONS)}, got {self.selection!r}")
+        known = ", ".join(SELECTIONS)
+        require(self.vocab_size >= 1, f"vocab_size must be at least 1, got {self.vocab_size}")
+        require(self.selection in SELECTIONS, f"selection must be one of {known}, got {self.selection!r}")
 
 
 class OrderModel(nn.Module):
@@ -131,7 +130,7 @@ def check_memory(config: OrderModelConfig, copies: int) -> None:
 
 
 def word_level_tokenizer(vocabulary: Sequence[str]) -> Tokenizer:
-    """One token a word of `vocabulary`, in the order of the ids, and the mask token as the last id."""
+    """One token per word of `vocabulary`, in the order of the ids, and the mask token as the last id."""
     words = {word: index for index, word in enumerate([*vocabulary, MASK_TOKEN])}
     tokenizer = Tokenizer(WordLevel(words, unk_token=MASK_TOKEN))
     tokenizer.pre_tokenizer = WhitespaceSplit()

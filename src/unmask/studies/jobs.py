@@ -85,7 +85,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int, began: Callable[[Job], None], en
                 for one in [one for one in running if one.process.poll() is not None]:
                     if code := end(one):
                         failure = failure or _failure(one.job, code)
-                if stop.came:
+                if stop.is_set():
                     raise Stopped("stopped by SIGTERM; the same command resumes it")
                 if running:
                     times = [f"{one.job.name} {one.seconds // 60:.0f}:{one.seconds % 60:02.0f}" for one in running]

@@ -7,20 +7,14 @@ import dataclasses
 import torch
 from tokenizers import Tokenizer
 
-from unmask.errors import UserError, prefixed
+from unmask.errors import UserError, prefixed, require
 from unmask.models.backbone import SIZES, BackboneConfig
 from unmask.models.importers.causal import adapt_causal
 from unmask.models.importers.pretrained import load_causal, load_tokenizer
 from unmask.models.importers.smdm import load_smdm
 from unmask.models.importers.vocabulary import vocabulary_of
 from unmask.models.networks import SelectorConfig
-from unmask.models.order_model import (
-    OrderModel,
-    OrderModelConfig,
-    check_memory,
-    with_mask_token,
-    word_level_tokenizer,
-)
+from unmask.models.order_model import OrderModel, OrderModelConfig, check_memory, with_mask_token, word_level_tokenizer
 from unmask.recipe import ModelRecipe, OrderRecipe, Recipe, parse_teacher
 from unmask.tasks.task import Task
 
@@ -52,10 +46,8 @@ def without_order(model: OrderModel) -> OrderModel:
 def check_vocabulary(model: OrderModel, task: Task, where: str) -> None:
     """The tokens of a model are those of the task, id by id; two vocabularies of one size may still differ."""
     theirs, ours = vocabulary_of(model.tokenizer)[: model.config.vocab_size], task.vocabulary
-    if len(theirs) != len(ours):
-        raise UserError(
-            f"{where} knows {len(theirs)} tokens, but task {task.name} has {len(ours)}: give the run of the same task"
-        )
+    known = f"{where} knows {len(theirs)} tokens, but task {task.name} has {len(ours)}"
+    require(len(theirs) == len(ours), f"{known}: give the run of the same task")
     for index, (token, wanted) in enumerate(zip(theirs, ours, strict=True)):
         if token != wanted:
             raise UserError(

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from unmask.recipe import SavingRecipe
@@ -20,27 +19,16 @@ class Stopped(Exception):
     """SIGTERM came, and the run is saved; the message says how to resume."""
 
 
-class StopSignal:
-    """Whether SIGTERM has come."""
-
-    def __init__(self) -> None:
-        self.came = False
-
-
 @contextmanager
-def stop_signal() -> Iterator[StopSignal]:
-    """Note SIGTERM instead of dying from it.  Outside the main thread, Python lets nobody listen to signals."""
-    noted = StopSignal()
+def stop_signal() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets instead of ending the process; Python allows this in the main thread only."""
+    stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield noted
+        yield stop
         return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.came = True
-
-    before = signal.signal(signal.SIGTERM, note)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     try:
-        yield noted
+        yield stop
     finally:
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
@@ -53,7 +41,7 @@ class Checkpointer:
         folder: CheckpointFolder,
         saving: SavingRecipe,
         metrics: Metrics,
-        stop: StopSignal,
+        stop: threading.Event,
         facts: Mapping[str, Any],
         writes: bool = True,
     ) -> None:

@@ -24,10 +24,7 @@ from unmask.training.tensors import copied, copy_into
 DECAY = {"elbo": 0.98, "q_steps": 0.9, "saturated": 0.9}  # of the smoothing: the bound is the noisiest
 PATIENCE = 50  # updates
 DROP = {"order": 0.5, "denoiser": 0.25}  # nats per response token; an order's bound is the noisier one
-ADVICE = {
-    "order": "a smaller scorer_rate, a larger kl_weight",
-    "denoiser": "a smaller learning_rate, a longer warmup",
-}
+ADVICE = {"order": "a smaller scorer_rate, a larger kl_weight", "denoiser": "a smaller learning_rate, a longer warmup"}
 SATURATED = 0.99  # of the scores
 
 
@@ -39,11 +36,7 @@ class CollapseGuard:
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        optimizer: Optimizer,
-        budget: int | None,
-        restored_rate: float = 0.0,
+        self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, budget: int | None, restored_rate: float
     ) -> None:
         self.parameters, self.optimizer, self.restored_rate = parameters, optimizer, restored_rate
         self.what = "denoiser" if budget is None else "order"
@@ -74,10 +67,8 @@ class CollapseGuard:
         if self.best:
             self._restore(update)
             return f"{event}; the best {self.what} is restored, learning rates times {self.rate_scale:g}"
-        restoring = (
-            f": there is no better {self.what} to restore" if self.restored_rate else ", or on_collapse = 'restore'"
-        )
-        return f"{event}; try {ADVICE[self.what]}{restoring}"
+        none, instead = f": there is no better {self.what} to restore", ", or on_collapse = 'restore'"
+        return f"{event}; try {ADVICE[self.what]}{none if self.restored_rate else instead}"
 
     def watch(self, recorded: Mapping[str, float]) -> str | None:
         """Take in the metrics of an update; why it is a collapse, told once for each reason."""
@@ -87,14 +78,12 @@ class CollapseGuard:
                 step = (1 - decay) / (1 - decay**self.seen)
                 self.smooth[key] = (1 - step) * self.smooth.get(key, 0.0) + step * recorded[key]
         self.best_bound = max(self.best_bound, self.bound)
+        steps, saturated = self.smooth.get("q_steps", float("inf")), self.smooth.get("saturated", 0.0)
+        fallen = f"the bound is {self.bound:.2f} nats per token, its best was {self.best_bound:.2f}"
         signs = {
-            f"Q takes {self.smooth.get('q_steps', 0):.2f} steps: it reveals everything at once": (
-                self.smooth.get("q_steps", float("inf")) < self.fewest_steps
-            ),
-            "the scores are saturated: all but 1 in 100 are 0 or 1": self.smooth.get("saturated", 0.0) > SATURATED,
-            f"the bound is {self.bound:.2f} nats per token, its best was {self.best_bound:.2f}": (
-                self.bound < self.best_bound - DROP[self.what]
-            ),
+            f"Q takes {steps:.2f} steps: it reveals everything at once": steps < self.fewest_steps,
+            "the scores are saturated: all but 1 in 100 are 0 or 1": saturated > SATURATED,
+            fallen: self.bound < self.best_bound - DROP[self.what],
         }
         found = None
         for number, (why, present) in enumerate(signs.items()):

@@ -87,11 +87,8 @@ def run_stage(
         )
     for module, rate in rates.values():
         module.requires_grad_(rate > 0)
-    groups = [
-        {"params": list(module.parameters()), "lr": rate, "name": key}
-        for key, (module, rate) in rates.items()
-        if rate > 0
-    ]
+    learning = {key: (module, rate) for key, (module, rate) in rates.items() if rate > 0}
+    groups = [{"params": list(module.parameters()), "name": key} for key, (module, _) in learning.items()]
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=how.weight_decay, fused=True)
     # Accelerate's wrapping of the optimiser, for float16 and for accumulation (`backward` does that), is left out.
     run, _ = accelerator.prepare(objective, adamw)
@@ -123,7 +120,7 @@ def run_stage(
                         warn(f"{name}, update {update}: {event['event']}")
                         metrics.write(stage=name, update=update, **event)
                     if not wrong and (update % 20 == 0 or update == how.updates - 1):
-                        norms = {key: recorded.pop(_norm(key)) for key, (_, rate) in rates.items() if rate > 0}
+                        norms = {key: recorded.pop(_norm(key)) for key in learning}
                         rest = {"rate_factor": round(factor, 6), "seconds": round(state.seconds, 3)}
                         metrics.write(stage=name, update=update, **recorded, gradient_norm=norms, **rest)
                 if state.in_a_row == how.max_bad:
@@ -146,13 +143,11 @@ def run_stage(
             state.update = update + 1
             recorded = backward(run, batch, how.batch, accelerator)
             wishes = {
-                "stop": checkpointer is not None and checkpointer.stop.came,
+                "stop": checkpointer is not None and checkpointer.stop.is_set(),
                 "due": checkpointer is not None and checkpointer.due(update + 1),
             }
-            norms = {
-                _norm(group["name"]): accelerator.clip_grad_norm_(group["params"], how.clip)
-                for group in adamw.param_groups
-            }
+            clip = accelerator.clip_grad_norm_
+            norms = {_norm(group["name"]): clip(group["params"], how.clip) for group in adamw.param_groups}
             numbers = _Numbers(recorded, wishes, norms, accelerator)
             adamw.found_inf = numbers.any_bad  # type: ignore[attr-defined]  # the fused step is left out where it is 1
             adamw.step()
@@ -204,11 +199,9 @@ def micro_batches(
         slots = mine[micro :: how.accumulate]
         ids = batch_ids(seed, stage, update, how, task)[slots]
         examples = task.examples(ids, "train")
-        if not (examples.num_response > 0).all():
-            empty = int(ids[examples.num_response == 0][0])
-            raise UserError(
-                f"task {task.name}: training example {empty} has an empty response, so nothing to learn from"
-            )
+        for empty in ids[examples.num_response == 0].tolist():
+            what = f"training example {empty} has an empty response"
+            raise UserError(f"task {task.name}: {what}, so nothing to learn from")
         names = draw_names(seed, stage, update * how.batch + slots)
         u = stratified(seed, Purpose.TIME, stage, update, slots=slots, total=how.batch)
         found.append((examples.to(accelerator.device), to_device(names, accelerator.device), u))

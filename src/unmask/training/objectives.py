@@ -48,10 +48,8 @@ class DenoiseObjective(nn.Module):
         super().__init__()
         self.denoiser = denoiser
         self.seed = seed
-        self.mask, self.likelihood = mask_uniformly, log_likelihood
-        if compile:
-            self.mask = torch.compile(self.mask, dynamic=False)
-            self.likelihood = torch.compile(self.likelihood, dynamic=True)
+        self.mask = torch.compile(mask_uniformly, dynamic=False) if compile else mask_uniformly
+        self.likelihood = torch.compile(log_likelihood, dynamic=True) if compile else log_likelihood
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
         """examples [B]; ids [B], which name their draws; u [B] stratified uniforms, which choose the counts m."""

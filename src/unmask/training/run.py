@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -12,14 +13,9 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import (
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    broadcast_object_list,
-    parse_flag_from_env,
-)
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list, parse_flag_from_env
 
-from unmask.errors import UserError
+from unmask.errors import UserError, require
 from unmask.models.order_model import ModelFolderError, OrderModel, OrderModelConfig, weights_hash
 from unmask.own_code import source_of
 from unmask.recipe import DenoiseRecipe, ModelRecipe, OrderRecipe, Recipe, continued, flat, not_continued
@@ -28,7 +24,7 @@ from unmask.tasks import make_task
 from unmask.tasks.task import Task
 from unmask.training.build import build_model, check_vocabulary, without_order
 from unmask.training.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, read_checkpoint
-from unmask.training.checkpointer import Checkpointer, Stopped, StopSignal, stop_signal
+from unmask.training.checkpointer import Checkpointer, Stopped, stop_signal
 from unmask.training.compiled import compiled_networks
 from unmask.training.expected_time import warn_of_time
 from unmask.training.loop import Rates, Stage, run_stage
@@ -66,11 +62,12 @@ def train(
 
     on_update: called before every update.  Raises Stopped when SIGTERM came and the run was saved.
     """
-    _check_trackers(recipe)
+    for name in recipe.trackers:  # Accelerate passes over one that is not installed without a word
+        require(find_spec(name) is not None, f"trackers: {name} is not installed; pip install {name}, or leave it out")
     if recipe.init and not Path(recipe.init).exists():  # told before the task is built, which may take minutes
         start = "give the run folder of a finished `unmask train`, or an SMDM .safetensors file"
         raise UserError(f"init = {recipe.init!r}: no such folder or file; {start}")
-    task = _task(recipe)
+    task = make_task(**recipe.task)
     task.check()
     with ExitStack() as stack:
         precision = precision_on("cpu" if cpu or not torch.accelerator.is_available() else "gpu", recipe.precision)
@@ -90,7 +87,12 @@ def train(
                 note_start(out, weights_hash(model.denoiser))
         accelerator.wait_for_everyone()
         stop = stack.enter_context(stop_signal())
-        stack.enter_context(_trackers(recipe, accelerator))
+        if recipe.trackers:
+            values = flat(dataclasses.asdict(recipe))
+            config = {key: value if isinstance(value, int | float) else str(value) for key, value in values.items()}
+            accelerator.init_trackers("unmask", config)
+            for tracker in accelerator.trackers:
+                stack.callback(tracker.finish)
         try:
             return _Training(recipe, task, out, accelerator, stop, changes, on_update).run(model, plain)
         except Stopped as stopped:
@@ -112,14 +114,16 @@ class _Training:
         task: Task,
         out: Path,
         accelerator: Accelerator,
-        stop: StopSignal,
+        stop: threading.Event,
         changes: str,
         on_update: OnUpdate,
     ) -> None:
         self.changes = changes  # of the recipe, which is stored once what is trained already is known to fit it
         self.recipe, self.task, self.out, self.accelerator, self.on_update = recipe, task, out, accelerator, on_update
         self.compiled = recipe.compile and accelerator.device.type == "cuda"
-        self.metrics = Metrics(out / "metrics.jsonl", accelerator.log if recipe.trackers else None, _first(recipe))
+        order = recipe.denoise.updates if recipe.denoise else 0
+        first = {"denoise": 0, "order": order, "baseline": order + (recipe.order.updates if recipe.order else 0)}
+        self.metrics = Metrics(out / "metrics.jsonl", accelerator.log if recipe.trackers else None, first)
         self.checkpoints = CheckpointFolder(out / "checkpoints", recipe.saving.keep)
         self.checkpoints.folder.mkdir(exist_ok=True)
         about = {"recipe": dataclasses.asdict(recipe)}
@@ -180,19 +184,22 @@ class _Training:
             model.load_state_dict(found.state_dict())
             self.finished.append("order")
             return
-        assert model.selector is not None
+        baselines: dict[str, Baseline] = {
+            "leave-one-out": LeaveOneOut(),
+            "none": NoBaseline(),
+            "moving-average": MovingAverage(how.budget),
+        }
         objective = OrderObjective(
             model,
             how.trajectories,
-            _baseline(how.baseline, model.selector.budget),
+            baselines[how.baseline],
             self.recipe.seed,
             learn_denoiser=how.denoiser_rate > 0,
             initial_kl_weight=how.kl_weight,
             compile=self.compiled,
         )
-        rates = {
-            name: (getattr(model, name), getattr(how, f"{name}_rate")) for name in ("denoiser", "selector", "scorer")
-        }
+        networks = ("denoiser", "selector", "scorer")
+        rates = {name: (getattr(model, name), getattr(how, f"{name}_rate")) for name in networks}
         self._stage(Stage.ORDER_FURTHER if how.from_init else Stage.ORDER, objective, rates, how)
         if folder is not None:
             self._save(model, folder)
@@ -203,11 +210,7 @@ class _Training:
         self._stage(stage, objective, {"denoiser": (model.denoiser, how.learning_rate)}, how)
 
     def _stage(
-        self,
-        stage: Stage,
-        objective: DenoiseObjective | OrderObjective,
-        rates: Rates,
-        how: DenoiseRecipe | OrderRecipe,
+        self, stage: Stage, objective: DenoiseObjective | OrderObjective, rates: Rates, how: DenoiseRecipe | OrderRecipe
     ) -> None:
         self.checkpointer.resume = self._checkpoint(stage.label)
         self.checkpointer.begun = lambda update: self._begun(stage.label, update)
@@ -220,19 +223,9 @@ class _Training:
                 trained.begin_update(update / how.updates)
             self.on_update(stage, update)
 
+        data = how, self.task, self.recipe.seed, self.accelerator, self.metrics
         with compiled_networks(trained, replay=not sharded) if self.compiled else nullcontext():
-            run_stage(
-                stage,
-                trained,
-                trained_rates,
-                how,
-                self.task,
-                self.recipe.seed,
-                self.accelerator,
-                self.metrics,
-                on_update=on_update,
-                checkpointer=self.checkpointer,
-            )
+            run_stage(stage, trained, trained_rates, *data, on_update=on_update, checkpointer=self.checkpointer)
         if sharded:
             copy_into(dict(objective.named_parameters()), {n: whole(p) for n, p in trained.named_parameters()})
         self.finished.append(stage.label)
@@ -310,33 +303,6 @@ def _accelerator(recipe: Recipe, precision: str, out: Path, cpu: bool) -> Iterat
         partial["distributed_type"] = kind
 
 
-def _first(recipe: Recipe) -> dict[str, int]:
-    """For each stage, the updates of the stages before it."""
-    order = recipe.denoise.updates if recipe.denoise else 0
-    return {"denoise": 0, "order": order, "baseline": order + (recipe.order.updates if recipe.order else 0)}
-
-
-@contextmanager
-def _trackers(recipe: Recipe, accelerator: Accelerator) -> Iterator[None]:
-    """The experiment trackers of the recipe, told all its values."""
-    if recipe.trackers:
-        values = flat(dataclasses.asdict(recipe))
-        config = {key: value if isinstance(value, int | float) else str(value) for key, value in values.items()}
-        accelerator.init_trackers("unmask", config)
-    try:
-        yield
-    finally:
-        for tracker in accelerator.trackers:
-            tracker.finish()
-
-
-def _check_trackers(recipe: Recipe) -> None:
-    """Accelerate passes over a tracker that is not installed without a word."""
-    for name in recipe.trackers:
-        if find_spec(name) is None:
-            raise UserError(f"trackers: {name} is not installed; pip install {name}, or leave it out")
-
-
 def _continued_elsewhere(recipe: Recipe, start: OrderModel) -> OrderModel | None:
     """The model that `order.continued` names: from the same weights, just what this run would have trained itself."""
     if recipe.order is None or not recipe.order.continued:
@@ -363,7 +329,7 @@ def load_task(folder: Path, trust_task: bool = False) -> tuple[Recipe, Task]:
             f"the recipe of {folder} names {name!r}, which would import {source_of(name)} and run its code: "
             "add --trust-task if you trust it"
         )
-    return recipe, _task(recipe)
+    return recipe, make_task(**recipe.task)
 
 
 def load_run(folder: Path, trust_task: bool = False) -> tuple[OrderModel, OrderModel, Recipe, Task]:
@@ -384,14 +350,3 @@ def load_run(folder: Path, trust_task: bool = False) -> tuple[OrderModel, OrderM
         return model, OrderModel.from_pretrained(folder / "baseline"), recipe, task
     except ModelFolderError as error:
         raise RunFolderError(f"the plain denoiser of this run is gone: {error}") from None
-
-
-def _task(recipe: Recipe) -> Task:
-    options = {key: value for key, value in recipe.task.items() if key != "name"}
-    return make_task(str(recipe.task["name"]), **options)
-
-
-def _baseline(name: str, budget: int) -> Baseline:
-    if name == "moving-average":
-        return MovingAverage(budget)
-    return NoBaseline() if name == "none" else LeaveOneOut()

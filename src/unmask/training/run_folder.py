@@ -61,8 +61,9 @@ def locked(out: Path) -> Iterator[None]:
         try:
             stack.enter_context(files.locked(out))
         except BlockingIOError:
-            busy = f"another process is training into {out}: wait for it, or give another --out"
-            raise RunFolderError(busy) from None
+            raise RunFolderError(
+                f"another process is training into {out}: wait for it, or give another --out"
+            ) from None
         yield
 
 
@@ -126,9 +127,8 @@ def read_recipe(folder: Path) -> Recipe:
     except FileNotFoundError:
         raise RunFolderError(f"{path} is missing: give the folder of a run, or restore the file from a copy") from None
     except OSError as error:
-        raise RunFolderError(
-            f"{path} cannot be read ({reason(error)}): mend that and give the same command again"
-        ) from None
+        instead = "mend that and give the same command again"
+        raise RunFolderError(f"{path} cannot be read ({reason(error)}): {instead}") from None
     try:
         values = parse_json(text)
     except UserError as error:
@@ -136,9 +136,8 @@ def read_recipe(folder: Path) -> Recipe:
     try:
         return build(Recipe, values)
     except UserError as error:
-        raise RunFolderError(
-            f"{path} does not fit this version ({error}): undo that change, or use the unmask that wrote it"
-        ) from None
+        instead = "undo that change, or use the unmask that wrote it"
+        raise RunFolderError(f"{path} does not fit this version ({error}): {instead}") from None
 
 
 def _replaced(out: Path) -> Path:

@@ -48,12 +48,8 @@ class StageState:
     def __init__(self, objective: nn.Module, optimizer: torch.optim.Optimizer, how: Optimisation) -> None:
         self.parameters = {name: p for name, p in objective.named_parameters() if p.requires_grad}
         self.optimizer = optimizer
-        self.guard = CollapseGuard(
-            self.parameters,
-            optimizer,
-            getattr(objective, "budget", None),
-            how.restored_rate if how.on_collapse == "restore" else 0.0,
-        )
+        restored_rate = how.restored_rate if how.on_collapse == "restore" else 0.0
+        self.guard = CollapseGuard(self.parameters, optimizer, getattr(objective, "budget", None), restored_rate)
         baseline = getattr(objective, "baseline", None)
         self.baseline = baseline if isinstance(baseline, MovingAverage) else None
         self.average = WeightAverage(self.parameters, how.ema) if how.ema else None
@@ -111,12 +107,10 @@ class StageState:
             yield f"weights/{name}", parameter.detach()
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 yield f"moments/{name}/{key}", value
-        for part, values in (
-            ("average", self.average.values if self.average is not None else {}),
-            ("best", self.guard.best),
-            ("candidate", self.guard.candidate),
-            ("baseline", self.baseline.state() if self.baseline is not None else {}),
-        ):
+        average = self.average.values if self.average is not None else {}
+        baseline = self.baseline.state() if self.baseline is not None else {}
+        parts = {"average": average, "best": self.guard.best, "candidate": self.guard.candidate, "baseline": baseline}
+        for part, values in parts.items():
             for name, value in values.items():
                 yield f"{part}/{name}", value
 

@@ -49,30 +49,22 @@ def reveal_steps(
         at = masked[there]  # [R, L]
         reading = read_denoiser(denoiser, left.tokens, at, layout, int(num_masked.sum()))
         top, margin, entropy = reading.spread(features(reading.logits)).unbind(-1)
-        revealed = rule.decide(
-            _step(left, at, index, budget, Confidence(log_top=top.log(), margin=margin, entropy=entropy))
+        ones = torch.ones_like(left.tokens[:, 0])
+        step = Step(
+            index * ones,
+            budget * ones,
+            left.tokens,
+            at,
+            left.response,
+            left.response.sum(-1),
+            left.attention_mask,
+            uniforms=_nothing_drawn,
+            memory={},
+            stats=Confidence(log_top=top.log(), margin=margin, entropy=entropy),
         )
-        masked[there] = at & ~revealed.reveal
+        masked[there] = at & ~rule.decide(step).reveal
         steps += masked
     return steps
-
-
-def _step(examples: Examples, masked: Tensor, index: int, budget: int, said: Confidence) -> Step:
-    """What the rule is told."""
-    ones = torch.ones_like(examples.tokens[:, 0])
-    num_response = examples.response.sum(-1)
-    return Step(
-        index * ones,
-        budget * ones,
-        examples.tokens,
-        masked,
-        examples.response,
-        num_response,
-        examples.attention_mask,
-        uniforms=_nothing_drawn,
-        memory={},
-        stats=said,
-    )
 
 
 def _nothing_drawn() -> Tensor:

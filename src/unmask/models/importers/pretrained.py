@@ -130,10 +130,9 @@ def _eos(folder: Path, tokenizer: Tokenizer) -> str | None:
             continue
         if not isinstance(said, dict):
             continue
-        eos = said.get("eos_token")
+        eos, index = said.get("eos_token"), said.get("eos_token_id")
         if eos is not None:
             return str(eos.get("content") if isinstance(eos, dict) else eos)
-        index = said.get("eos_token_id")
         if index is not None:
             return tokenizer.id_to_token(index[0] if isinstance(index, list) else index)
     return None

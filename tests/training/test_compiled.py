@@ -8,9 +8,8 @@ import torch
 
 from tests.training.small import small_model
 from unmask.models.backbone import Backbone, BackboneConfig
-from unmask.models.cuda_graphs import Recorded, Replayed
 from unmask.models.packing import Layout, Spans
-from unmask.training.compiled import compiled_networks
+from unmask.training.compiled import Recorded, Replayed, compiled_networks
 
 
 def trunk_and_rows(device):
