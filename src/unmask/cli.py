@@ -14,7 +14,7 @@ from typer import Argument, BadParameter, Exit, Option, Typer
 
 import unmask
 from unmask.display import accept_any_character, say
-from unmask.errors import UserError
+from unmask.errors import Stopped, UserError
 from unmask.files import write_text
 from unmask.recipe import MOST_EXAMPLES, MOST_STEPS, known_recipes, known_studies, load_recipe
 
@@ -81,6 +81,9 @@ def main(arguments: list[str] | None = None, interrupted: Callable[[], bool] = l
     except (UserError, OSError) as error:
         _refuse(str(error), forced)
         sys.exit(2)
+    except Stopped as stopped:
+        _refuse(str(stopped), forced)
+        sys.exit(75)  # EX_TEMPFAIL: try again
     except Exception as error:
         if interrupted():  # whatever came of it
             raise
@@ -88,7 +91,10 @@ def main(arguments: list[str] | None = None, interrupted: Callable[[], bool] = l
             _refuse(message)
             sys.exit(2)
         traceback.print_exc()
-        _refuse(f"this is a bug in unmask {unmask.__version__}: please report it with the lines above")
+        last = traceback.extract_tb(error.__traceback__)[-1].filename
+        ours = Path(unmask.__file__).parent in Path(last).parents or "site-packages" in last
+        bug = f"this is a bug in unmask {unmask.__version__}: please report it with the lines above"
+        _refuse(bug if ours else f"the error is in {last}, code of your own; the lines above say where")
         sys.exit(1)
     if code == 130:  # typer turns Ctrl-C into this
         _refuse("interrupted; the same command resumes where it stopped", forced)
@@ -180,15 +186,11 @@ def train(
     """
     import torch
 
-    from unmask.training.checkpointer import Stopped
     from unmask.training.run import train as train_run
 
     wanted = load_recipe(recipe, set_ or [])
     try:
         train_run(wanted, out, force=force, cpu=cpu, allow_change=allow_change)
-    except Stopped as stopped:
-        _refuse(str(stopped), force)
-        raise Exit(75) from None  # EX_TEMPFAIL: try again
     except torch.OutOfMemoryError:
         raise UserError(_smaller_batches(wanted, out)) from None
     if _is_main():
@@ -275,10 +277,10 @@ def evaluate(
         _evaluate(run, policies=policy or [], steps=steps or [], against=against or [], again=again, **options)
         return
     chooses_tokens = (temperature, top_p, top_k, guidance, min_length, stop_at_eos) != (None, 1.0, 0, 0.0, 0, False)
-    if policy or steps or against or bf16 or chooses_tokens:
+    if policy or steps or against or again or compile or bf16 or chooses_tokens:
         raise UserError(
-            "--bound takes no --policy, no --steps, no --against, no --bf16 and nothing that chooses tokens, such "
-            "as --temperature: it is a number of the trained model"
+            "--bound takes no --policy, --steps, --against, --again, --compile or --bf16, and nothing that chooses "
+            "tokens, such as --temperature: it is a number of the trained model"
         )
     if _is_main():  # a matter of seconds, and a sum whose rounding would depend on how it is divided
         _evaluate_bound(run, trajectories=trajectories, **options)
@@ -349,13 +351,7 @@ def reproduce(
         for command in whole.commands(stage or []):
             say(command)
         return
-    from unmask.training.checkpointer import Stopped
-
-    try:
-        whole.run(stage or [])
-    except Stopped as stopped:
-        _refuse(str(stopped))
-        raise Exit(75) from None
+    whole.run(stage or [])
     say(f"records: {whole.records}   ({time.perf_counter() - started:.0f} s)")
 
 

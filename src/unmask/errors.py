@@ -1,4 +1,4 @@
-"""Errors that a user can mend."""
+"""Errors that a user can mend, and the stop that a user asked for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from contextlib import contextmanager
 
 class UserError(ValueError):
     """A mistake that the user can mend.  Its message is one line that says how; any other exception is a bug."""
+
+
+class Stopped(Exception):
+    """SIGTERM came, and the run is saved; the message says how to resume."""
 
 
 def require(condition: bool, message: str) -> None:

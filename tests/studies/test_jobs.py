@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from unmask.errors import Stopped
 from unmask.studies import jobs
 from unmask.studies.jobs import Job, JobError, run_jobs
-from unmask.training.checkpointer import Stopped
 
 # What a training does with SIGTERM.
 SAVES = (

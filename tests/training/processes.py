@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.training.small import FixedTask, padded, small_model
 from unmask.cli import main as unmask
+from unmask.errors import Stopped
 from unmask.recipe import Optimisation, load_recipe
 from unmask.training import loop
-from unmask.training.checkpointer import Stopped
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import DenoiseObjective, OrderObjective
 from unmask.training.run import train

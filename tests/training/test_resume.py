@@ -13,13 +13,13 @@ from tests.training.killed import MOMENTS, run_killed
 from tests.training.small import TINY_RECIPE, contents, json_lines
 from unmask import files
 from unmask.cli import main
+from unmask.errors import Stopped
 from unmask.models import order_model as order_model_module
 from unmask.recipe import load_recipe
 from unmask.training import checkpoint as checkpoints_module
 from unmask.training import metrics as metrics_module
 from unmask.training import run as run_module
 from unmask.training.checkpoint import CheckpointError
-from unmask.training.checkpointer import Stopped
 from unmask.training.run import train
 from unmask.training.run_folder import RunFolderError, is_finished, locked
 

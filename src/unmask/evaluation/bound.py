@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -54,8 +53,7 @@ def evaluate_run_bound(
     """The bound of a run, written to RUN/bound.json; what is not given is the recipe's."""
     model, plain, task, recipe = open_run(run, Processes(cpu).device, split, trust_task)
     seed, number = recipe.seed if seed is None else seed, examples or recipe.evaluate.examples
-    with progress("bound", number) as advance:
-        bound = evaluate_bound(model, plain, task, number, trajectories, seed, advance)
+    bound = evaluate_bound(model, plain, task, number, trajectories, seed)
     write_text(run / "bound.json", sealed(asdict(bound)) + "\n")
     return bound
 
@@ -78,7 +76,6 @@ def evaluate_bound(
     examples: int,
     trajectories: int,
     seed: int,
-    advance: Callable[[int], None] = lambda sequences: None,
 ) -> BoundReport:
     """The bound on held-out sequences: all T terms of every sequence, each from `trajectories` samples."""
     if model.selector is None:
@@ -90,23 +87,24 @@ def evaluate_bound(
     device = next(model.parameters()).device
     objective = OrderObjective(model, trajectories, NoBaseline(), seed)
     batches, lengths, exact = [], [], []
-    for ids in torch.arange(examples).split(BATCH):
-        truth = task.examples(ids, "test")
-        batch, layout = with_layout(truth, plain.denoiser)
-        ids, scores = ids.to(device), objective.scores(truth)
-        by_time = []
-        for t in range(budget):
-            terms, _, _ = objective.terms(truth, ids, torch.full_like(ids, t), scores)
-            drawn = uniforms(seed, Purpose.MASKING, t, ids[:, None], batch.position)
-            masked = batch.response & (drawn < (t + 1) / budget)
-            log_mu = read_denoiser(plain.denoiser, batch.tokens, masked, layout).log_mu
-            plain_term = log_mu.sum(-1) / (t + 1)
-            parts = (terms.reconstruction.mean(-1), terms.order_kl.mean(-1), plain_term)
-            by_time.append(torch.stack([part.cpu().double() for part in parts]))
-        batches.append(torch.stack(by_time, dim=1))  # [3, T, B]
-        lengths.append(batch.response.sum(-1).cpu())
-        exact.append(task.log_likelihood(truth.tokens, truth))
-        advance(len(ids))
+    with progress("bound", examples) as advance:
+        for ids in torch.arange(examples).split(BATCH):
+            truth = task.examples(ids, "test")
+            batch, layout = with_layout(truth, plain.denoiser)
+            ids, scores = ids.to(device), objective.scores(truth)
+            by_time = []
+            for t in range(budget):
+                terms, _, _ = objective.terms(truth, ids, torch.full_like(ids, t), scores)
+                drawn = uniforms(seed, Purpose.MASKING, t, ids[:, None], batch.position)
+                masked = batch.response & (drawn < (t + 1) / budget)
+                log_mu = read_denoiser(plain.denoiser, batch.tokens, masked, layout).log_mu
+                plain_term = log_mu.sum(-1) / (t + 1)
+                parts = (terms.reconstruction.mean(-1), terms.order_kl.mean(-1), plain_term)
+                by_time.append(torch.stack([part.cpu().double() for part in parts]))
+            batches.append(torch.stack(by_time, dim=1))  # [3, T, B]
+            lengths.append(batch.response.sum(-1).cpu())
+            exact.append(task.log_likelihood(truth.tokens, truth))
+            advance(len(ids))
     tokens = torch.cat(lengths).double()  # [E]
     F1, KL, mdm = torch.cat(batches, dim=2) / tokens  # [T, E] each, in nats per token
     order_mean, order_se = _mean_and_error((F1 - KL).sum(0))

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from rich.console import Console
 
 from unmask.display import in_markup
-from unmask.errors import UserError
-from unmask.training.checkpointer import Stopped, stop_signal
+from unmask.errors import Stopped, UserError
+from unmask.training.checkpointer import stop_signal
 
 PAUSE = 0.1  # seconds between two looks at what is running
 

@@ -15,10 +15,6 @@ from unmask.training.metrics import Metrics
 from unmask.training.state import StageState
 
 
-class Stopped(Exception):
-    """SIGTERM came, and the run is saved; the message says how to resume."""
-
-
 @contextmanager
 def stop_signal() -> Iterator[threading.Event]:
     """An event that SIGTERM sets instead of ending the process; Python allows this in the main thread only."""

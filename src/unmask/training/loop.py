@@ -19,13 +19,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from unmask.errors import UserError
+from unmask.errors import Stopped, UserError
 from unmask.progress import progress
 from unmask.recipe import Optimisation
 from unmask.rng import Purpose, integers, stratified
 from unmask.tasks.task import Examples, Task, to_device
 from unmask.training.checkpoint import warn
-from unmask.training.checkpointer import Checkpointer, Stopped
+from unmask.training.checkpointer import Checkpointer
 from unmask.training.metrics import Metrics
 from unmask.training.state import StageState
 from unmask.training.tensors import gathered

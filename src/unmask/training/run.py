@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list, parse_flag_from_env
 
-from unmask.errors import UserError, require
+from unmask.errors import Stopped, UserError, require
 from unmask.models.order_model import ModelFolderError, OrderModel, OrderModelConfig, weights_hash
 from unmask.own_code import source_of
 from unmask.recipe import DenoiseRecipe, ModelRecipe, OrderRecipe, Recipe, continued, flat, not_continued
@@ -24,7 +24,7 @@ from unmask.tasks import make_task
 from unmask.tasks.task import Task
 from unmask.training.build import build_model, check_vocabulary, without_order
 from unmask.training.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, read_checkpoint
-from unmask.training.checkpointer import Checkpointer, Stopped, stop_signal
+from unmask.training.checkpointer import Checkpointer, stop_signal
 from unmask.training.compiled import compiled_networks
 from unmask.training.expected_time import warn_of_time
 from unmask.training.loop import Rates, Stage, run_stage
