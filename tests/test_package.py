@@ -2,6 +2,7 @@
 
 import ast
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -101,7 +102,13 @@ def test_ctrl_c_during_an_import_is_one_line(tmp_path, module):
     send = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n"
     (tmp_path / f"{module}.py").write_text(send + "except KeyboardInterrupt:\n    raise RecursionError from None\n")
     command = [sys.executable, "-m", "unmask", "sample", "nowhere"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell ignores in the background
+    )
     assert (done.returncode, done.stderr) == (130, "unmask: interrupted\n")
 
 
