@@ -348,7 +348,7 @@ def test_no_learned_order(base, call, refused, tmp_path):
     code, text, _ = call("evaluate", tmp_path / "plain")
     assert code == 0
     assert "learned" not in text
-    assert "plainly trained denoiser" in text
+    assert "denoiser, trained without an order" in text
     assert call("report", tmp_path / "plain")[0] == 0
 
 

@@ -39,12 +39,12 @@ def test_what_an_encoding_lacks_has_a_stand_in(monkeypatch):
 
 def test_the_line_of_a_loop():
     task = SimpleNamespace(
-        description="order", completed=1200.0, total=3000, speed=24.1, time_remaining=75.0, fields={"said": "bound -1"}
+        description="order", completed=1200.0, total=3000, speed=24.1, time_remaining=75.0, fields={"note": "bound -1"}
     )
     assert line(task) == "order 1200/3000 24/s 1:15 left bound -1"
     task.time_remaining, task.speed = 7500.0, 1.25
     assert line(task) == "order 1200/3000 1.2/s 2h05 left bound -1"
-    task.fields["said"] = "bound -1.234 recon -0.987 KL 0.247 Q steps 1.875"
+    task.fields["note"] = "bound -1.234 recon -0.987 KL 0.247 Q steps 1.875"
     assert len(line(task)) <= 80
 
 

@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 
 class Advance(Protocol):
-    def __call__(self, count: int = 1, said: str = "") -> None:
-        """So many more are done; `said` ends the line."""
+    def __call__(self, count: int = 1, note: str = "") -> None:
+        """So many more are done; `note` ends the line."""
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def progress(
     console = Console(stderr=True)
     drawn, logged = visible and console.is_interactive, visible and not console.is_interactive
     with Progress(_Line(), console=console, transient=transient, disable=not drawn, refresh_per_second=4) as bar:
-        bar.add_task(name, total=total, completed=done, said="")
+        bar.add_task(name, total=total, completed=done, note="")
         (task,) = bar.tasks
         told = time.monotonic() if transient else -math.inf
 
@@ -47,8 +47,8 @@ def progress(
                 say(line(task), err=True)
                 told = now
 
-        def advance(count: int = 1, said: str = "") -> None:
-            bar.update(task.id, advance=count, said=said)
+        def advance(count: int = 1, note: str = "") -> None:
+            bar.update(task.id, advance=count, note=note)
             tell(EVERY)
 
         tell(EVERY)
@@ -73,7 +73,7 @@ def line(task: Task) -> str:
     if task.time_remaining:
         minutes, seconds = divmod(int(task.time_remaining), 60)
         parts.append(f"{minutes // 60}h{minutes % 60:02} left" if minutes >= 60 else f"{minutes}:{seconds:02} left")
-    return " ".join([*parts, task.fields["said"]]).rstrip()
+    return " ".join([*parts, task.fields["note"]]).rstrip()
 
 
 class _Line(ProgressColumn):

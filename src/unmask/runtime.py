@@ -86,8 +86,8 @@ def matrix_speed(dtype: torch.dtype = torch.float32, size: int = 768) -> float:
 def available_memory() -> int:
     """Bytes that a process may still take: what the kernel calls available, where it says so, else all there are."""
     with suppress(OSError):
-        said = Path("/proc/meminfo").read_text(encoding="utf-8")
-        if kilobytes := re.search(r"^MemAvailable:\s+(\d+) kB$", said, flags=re.MULTILINE):
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+        if kilobytes := re.search(r"^MemAvailable:\s+(\d+) kB$", text, flags=re.MULTILINE):
             return int(kilobytes[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -219,7 +219,7 @@ def next_table(rng, weights):
     [(0.9, 0.01, 2, "max"), (0.9, 0.01, 1, "sampled"), (0.5, 0.002, 3, "sampled"), (0.0, 1e-9, 2, "max")],
 )
 def test_klass(tau, eps, h, confidence):
-    """Pass after pass, rows at different steps; a row that is full begins anew at i = 0, its history goes on."""
+    """Pass after pass, rows at different steps; a row that is full starts over at i = 0, its history goes on."""
     rng, L = random.Random(5), 7
     policy = KLStable(tau, eps, h, confidence=confidence)
     rows = [replace(random_row(rng, L), i=0, S=rng.randint(2, 8), parts=KLASS_PARTS) for _ in range(100)]

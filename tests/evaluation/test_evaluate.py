@@ -359,7 +359,7 @@ def test_compiled_records_are_eager_ones(monkeypatch, uncompiled):
 
 
 def test_an_eager_evaluation_is_not_finished_by_a_compiled_one(tmp_path, uncompiled, monkeypatch):
-    """Rounding may differ between the two: a compiled one starts anew, and the eager one can still be finished."""
+    """Rounding may differ between the two: a compiled one starts over, and the eager one can still be finished."""
     monkeypatch.setattr(evaluation, "CHUNK", 20)
     model, policy = learned_model()
     path = tmp_path / "verdicts.jsonl"

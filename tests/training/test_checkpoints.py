@@ -140,7 +140,7 @@ def test_one_of_another_version_is_not_taken_for_a_damaged_one(folder, monkeypat
         patch.setattr(module, "FORMAT_VERSION", 99)
         save(folder, 1, 2)
     before = contents(folder.folder)
-    with pytest.raises(CheckpointError, match="resume with the unmask that wrote it, or begin anew with --force"):
+    with pytest.raises(CheckpointError, match="resume with the unmask that wrote it, or start over with --force"):
         folder.newest("order")
     assert contents(folder.folder) == before
 

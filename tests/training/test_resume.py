@@ -155,7 +155,7 @@ def test_sigterm_saves_and_exits_with_75(base, tmp_path):
 
 @pytest.mark.parametrize("ending", ["SIGTERM", "disk"])
 def test_who_forced_a_run_is_told_to_go_on_without(base, tmp_path, monkeypatch, capsys, ending):
-    """The very same command would begin anew."""
+    """The very same command would start over."""
 
     def stop():
         if ending == "disk":
@@ -236,7 +236,7 @@ def test_a_damaged_checkpoint_with_none_before_it_starts_the_stage_anew(base, tm
     capsys.readouterr()
     train(recipe(base), run, cpu=True)
     said = [line for line in capsys.readouterr().err.splitlines() if "is damaged" in line]
-    assert said[-1].endswith("none is left: the stage starts anew")
+    assert said[-1].endswith("none is left: the stage starts over")
     assert_same_run(run, base / "alone")
 
 
@@ -367,7 +367,7 @@ def test_a_change_that_does_not_fit_costs_nothing(base, tmp_path, updates):
     for override in UNFIT[updates]:
         with pytest.raises((CheckpointError, RunFolderError)) as caught:
             train(recipe(base, override), run, cpu=True, allow_change=True)
-        assert "give the recipe of the run, or --force to begin anew" in str(caught.value)
+        assert "give the recipe of the run, or --force to start over" in str(caught.value)
         assert "\n" not in str(caught.value)
         assert contents(run) == before
     train(recipe(base), run, cpu=True)

@@ -83,7 +83,7 @@ class VerdictFile:
             self._add(chunk)
 
     def _add(self, chunk: Chunk) -> None:
-        """The first examples start an evaluation anew; a chunk that does not continue what is there is ignored."""
+        """The first examples start an evaluation over; a chunk that does not continue what is there is ignored."""
         chunks = self._evaluations.setdefault((chunk.key, chunk.device, chunk.compile), [])
         if chunk.first == 0:
             chunks.clear()

@@ -100,7 +100,7 @@ class Selector(nn.Module):
     """
 
     TIME_FEATURES = 4
-    SAID = 5  # top probability, margin, entropy; the log-odds of the first; masked or not
+    READ = 5  # top probability, margin, entropy; the log-odds of the first; masked or not
     NEAREST_TO_ONE = 1e-6  # beyond, log-odds end
 
     def __init__(self, config: SelectorConfig, denoiser_width: int, selection: Selection | None = None) -> None:
@@ -110,7 +110,7 @@ class Selector(nn.Module):
         D = config.width
         self.shape = shape = config.shape
         self.read_hidden = nn.Linear(denoiser_width, D)
-        self.read_confidences = nn.Linear(self.SAID, D)
+        self.read_confidences = nn.Linear(self.READ, D)
         self.read_time = nn.Sequential(nn.Linear(self.TIME_FEATURES, D), nn.SiLU(), nn.Linear(D, D))
         self.positions = nn.Embedding(config.positions, D) if config.positions else None
         self.blocks = nn.ModuleList(Block(shape) for _ in range(config.layers))
@@ -157,9 +157,9 @@ class Selector(nn.Module):
         """
         confidences, masked, t, total = seen.split([3, 1, 1, 1], dim=-1)
         log_odds = torch.where(masked > 0, torch.logit(confidences[..., :1], eps=self.NEAREST_TO_ONE), 0.0)
-        said = torch.cat([confidences, log_odds, masked], dim=-1)
+        read = torch.cat([confidences, log_odds, masked], dim=-1)
         time = torch.cat([t / total, 1 / t, t.log(), total.log()], dim=-1)
-        x = self.read_hidden(hidden) + self.read_confidences(said.to(hidden.dtype))
+        x = self.read_hidden(hidden) + self.read_confidences(read.to(hidden.dtype))
         x = x + self.read_time(time.to(hidden.dtype))
         if self.positions is not None:
             x = x + self.positions(positions).to(x.dtype)

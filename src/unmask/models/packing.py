@@ -77,7 +77,7 @@ class Layout(NamedTuple):
 def packed_length(num_tokens: int, device: torch.device) -> int:
     """How many places a row gets for so many tokens: on a GPU a few more, by less than 1/64.
 
-    The matrix library plans every product of a new shape anew, which takes the host several times as long as a known
+    The matrix library plans every product of a new shape, which takes the host several times as long as a known
     one, and every batch would have a shape of its own.
     """
     if device.type != "cuda":

@@ -102,7 +102,7 @@ def caption(recipe: Recipe, records: Sequence[Record]) -> str:
     if any(record.spec.eos_policy != "none" for record in records):
         tokens += f", end of sequence: {' and '.join(sorted({record.spec.eos_policy for record in records}))}"
     if recipe.order is None:
-        return f"Every rule runs on the same plainly trained denoiser. {tokens}."
+        return f"Every rule runs on the same denoiser, trained without an order. {tokens}."
     if recipe.order.denoiser_rate == 0:
         return f"The order was learned on a frozen denoiser; every rule runs on those very weights. {tokens}."
     plain = continued(recipe)
@@ -183,18 +183,18 @@ def record_table(records: Sequence[Record], title: str, caption: str) -> ResultT
 
 def notes(records: Sequence[Record]) -> list[str]:
     """Sentences on rules that select nothing, or mask again what they wrote."""
-    said = []
+    sentences = []
     for record in ordered(records):
         spec, outcome, name = record.spec, record.outcome, row_name(record, records)
         can_be_empty = spec.selector == "bernoulli" and not spec.policy.startswith("lo-arm")
         if outcome.nothing_selected or (can_be_empty and outcome.nothing_selected is not None):
-            said.append(
+            sentences.append(
                 f"{name} selected nothing in {100 * outcome.nothing_selected:.2f}% of its steps and revealed the most "
                 "probable position instead."
             )
         if outcome.mean_revisions is not None:
-            said.append(f"{name} re-masked a position {outcome.mean_revisions:.3f} times on average.")
-    return said
+            sentences.append(f"{name} re-masked a position {outcome.mean_revisions:.3f} times on average.")
+    return sentences
 
 
 COMPARISON_LEGEND = (

@@ -85,8 +85,8 @@ def tables(studies: Sequence[Results], plots: str) -> str:
             spec = records[0].spec
             tokens = "greedy tokens" if spec.temperature == 0 else f"tokens at temperature {spec.temperature:g}"
             gains = [g for g in results.gains if all(getattr(g, name) == getattr(spec, name) for name in _SHARED)]
-            said = f"{spec.num_examples:,} problems{_constants(records)}; {tokens}. Denoisers: {_denoisers(records)}."
-            parts += [f"## {title}", said, f"![{title}: accuracy against mean steps]({plots}/{picture})"]
+            text = f"{spec.num_examples:,} problems{_constants(records)}; {tokens}. Denoisers: {_denoisers(records)}."
+            parts += [f"## {title}", text, f"![{title}: accuracy against mean steps]({plots}/{picture})"]
             parts += [_table(*rows) for rows in (_orders(records, gains), _rivals(gains)) if rows[1]]
             parts += [_table(*rows) for rows in _heuristics(records)]
         if results.done:
@@ -141,11 +141,11 @@ def _orders(records: Sequence[Record], gains: Sequence[Gain]) -> Rows:
             order = [_kind(spec), f"{spec.trained_budget}", f"{spec.trained_seed}"]
             rows.append([*order, *steps, *solved, *own, "", difference])
         if gain:
-            said = [_kind(gain), gain.trained_budget, f"mean of {len(gain.seeds)}", f"{gain.mean_steps:.2f}"]
+            text = [_kind(gain), gain.trained_budget, f"mean of {len(gain.seeds)}", f"{gain.mean_steps:.2f}"]
             rival = f"{_percent(gain.rival_score)} {_called(gain.rival)}"
             empty = [""] * (1 + len(metrics))
             rows.append(
-                [*(f"**{x}**" for x in said), "", f"**{_percent(gain.score)}**", *empty, rival, f"**{_gain(gain)}**"]
+                [*(f"**{x}**" for x in text), "", f"**{_percent(gain.score)}**", *empty, rival, f"**{_gain(gain)}**"]
             )
     return headings, rows
 
@@ -160,8 +160,8 @@ def _constants(records: Sequence[Record]) -> str:
     """The metrics that are the same for all rules, as numbers of problems: properties of the problems themselves."""
     number = records[0].spec.num_examples
     constant = {name: values.pop() for name, values in _metrics(records).items() if len(values) == 1}
-    said = [f"{name}: {round(number * (value or 0)):,}" for name, value in constant.items()]
-    return f" ({', '.join(said)})" if said else ""
+    text = [f"{name}: {round(number * (value or 0)):,}" for name, value in constant.items()]
+    return f" ({', '.join(text)})" if text else ""
 
 
 def _rivals(gains: Sequence[Gain]) -> Rows:
@@ -252,8 +252,8 @@ def _denoisers(records: Sequence[Record]) -> str:
     """Which weights the rules ran on, and which ones the joint orders use."""
     rules = dict.fromkeys(record.spec.denoiser for record in records if not record.spec.learned)
     joint = dict.fromkeys(record.spec.denoiser for record in records if record.spec.joint)
-    said = f"rules on {', '.join(f'`{name[:6]}`' for name in rules)}" if rules else "no rule was evaluated"
-    return said + (f"; joint orders use {', '.join(f'`{name[:6]}`' for name in joint)}" if joint else "")
+    text = f"rules on {', '.join(f'`{name[:6]}`' for name in rules)}" if rules else "no rule was evaluated"
+    return text + (f"; joint orders use {', '.join(f'`{name[:6]}`' for name in joint)}" if joint else "")
 
 
 # --- plots ------------------------------------------------------------------------------------------------------------

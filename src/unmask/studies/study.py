@@ -344,8 +344,8 @@ class Reproduction:
 
         def ended(job: Job, code: int, started: float, seconds: float) -> None:
             self._note(left[job.name], code == 0, started, seconds)
-            said = {0: "done in", 75: "stopped after"}.get(code, "failed after")
-            say(f"{shown[left[job.name]]}: {said} {seconds:.0f} s")
+            how = {0: "done in", 75: "stopped after"}.get(code, "failed after")
+            say(f"{shown[left[job.name]]}: {how} {seconds:.0f} s")
 
         run_jobs(jobs, self.jobs, began, ended)
 

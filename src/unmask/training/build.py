@@ -1,4 +1,4 @@
-"""The model that a run trains, from its recipe and its task: built anew, or from weights that are there already."""
+"""The model that a run trains, from its recipe and its task: newly built, or from weights that are there already."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unmask.tasks.task import Task
 
 
 def build_model(recipe: Recipe, task: Task, copies: int) -> OrderModel:
-    """As the seed has it born, or as `init` has it; the caller's random state is left alone.
+    """New, from the seed, or what `init` has; the caller's random state is left alone.
 
     copies: how many of all weights the memory must hold to train them.
     """
@@ -37,7 +37,7 @@ def build_model(recipe: Recipe, task: Task, copies: int) -> OrderModel:
 
 def without_order(model: OrderModel) -> OrderModel:
     """A model with a copy of the same denoiser and no order."""
-    with torch.random.fork_rng():  # the weights that a network is born with are drawn from torch's global state
+    with torch.random.fork_rng():  # the weights of a new network are drawn from torch's global state
         plain = OrderModel(dataclasses.replace(model.config, selector=None, scorer=None), model.tokenizer)
     plain.denoiser.load_state_dict(model.denoiser.state_dict())
     return plain
@@ -57,7 +57,7 @@ def check_vocabulary(model: OrderModel, task: Task, where: str) -> None:
 
 
 def _denoiser(recipe: Recipe, task: Task, copies: int) -> OrderModel:
-    """The model without an order: from `init`, from a causal language model, or built anew."""
+    """The model without an order: from `init`, from a causal language model, or newly built."""
     tokenizer = task.text_tokenizer
     if recipe.init.endswith(".safetensors"):
         model = _from_smdm(recipe, task, tokenizer)

@@ -98,7 +98,7 @@ class CheckpointFolder:
                 aside = path.with_name(f"{path.name}.damaged")
                 _discard(aside)
                 path.rename(aside)
-                instead = "none is left: the stage starts anew" if path == found[0] else "trying the one before it"
+                instead = "none is left: the stage starts over" if path == found[0] else "trying the one before it"
                 warn(f"{error}: kept as {aside.name}; {instead}")
         return None
 
@@ -138,15 +138,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"checkpoint {path} has format version {version}, this unmask reads {FORMAT_VERSION}: "
-            "resume with the unmask that wrote it, or begin anew with --force"
+            "resume with the unmask that wrote it, or start over with --force"
         )
     return Checkpoint(path, tensors, facts)
 
 
 def reason(error: BaseException) -> str:
     """What an operating system says, in a few words."""
-    said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return str(said).splitlines()[0]
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(text).splitlines()[0]
 
 
 def _discard(checkpoint: Path) -> None:

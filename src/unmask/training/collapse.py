@@ -100,7 +100,7 @@ class CollapseGuard:
 
     @property
     def at_best(self) -> bool:
-        """Never while there is a sign of collapse: that would be restored in vain."""
+        """Never while there is a sign of collapse: restoring that would not help."""
         return self.seen >= PATIENCE and self.bound == self.best_bound and not self.in_doubt
 
     @property

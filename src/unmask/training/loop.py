@@ -111,7 +111,7 @@ def run_stage(
                 update, factor, numbers = pending.popleft()
                 recorded = numbers.read()
                 stop, due = stop or recorded.pop("stop") > 0, due or recorded.pop("due") > 0
-                advance(said=_progress_text(smooth, recorded))
+                advance(note=_progress_text(smooth, recorded))
                 wrong = [key for key, value in recorded.items() if not math.isfinite(value)]
                 event = state.judge(wrong, recorded)
                 state.seconds = time.perf_counter() - started
@@ -166,7 +166,7 @@ def run_stage(
     if zeros and not torch.stack(zeros).isfinite().all():
         raise NonFiniteError(
             f"{name}: the weights are not finite after the last update, so they are not saved; the checkpoints are as "
-            "they were: resume from there with a smaller learning rate and --allow-change, or begin anew with --force"
+            "they were: resume from there with a smaller learning rate and --allow-change, or start over with --force"
         )
     objective.eval()
     accelerator.free_memory()

@@ -96,8 +96,8 @@ class OrderObjective(nn.Module):
 
     `initial_kl_weight` w > 1 trains on F1 - w KL at first, w falling linearly to 1 at half of the updates.  The
     posterior sees x_0 and can write it into the order, which the selector cannot follow: a local optimum with a high
-    reconstruction and a high KL.  A dear KL at the start makes it look for orders that can be followed.  What is
-    reported is always the bound itself, w = 1.
+    reconstruction and a high KL.  A high weight of the KL at the start makes it look for orders that can be followed.
+    What is reported is always the bound itself, w = 1.
     """
 
     def __init__(
@@ -131,7 +131,8 @@ class OrderObjective(nn.Module):
         """examples [B]; ids [B], which name their draws; u [B] stratified uniforms, which choose the times t."""
         rollout = self.rollout(examples, ids, sample_times(u, self.budget))
         num_response = to_device(examples.num_response, rollout.t.device)
-        kl_weight = to_device(torch.tensor(self.kl_weight), rollout.t.device)  # a number would compile anew each update
+        # A tensor: for a number, a program would be compiled at each update.
+        kl_weight = to_device(torch.tensor(self.kl_weight), rollout.t.device)
         return Outcome(*self.parts.conclude(rollout, num_response, kl_weight))
 
     def conclude(self, rollout: Rollout, num_response: Tensor, kl_weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -169,9 +170,9 @@ class OrderObjective(nn.Module):
 
     def bound(self, rollout: Rollout) -> tuple[BoundTerms, Tensor]:
         """F1 and KL [B, k], and log Q [B, k]."""
-        scores, response, t, drawn, which, *said = rollout
+        scores, response, t, drawn, which, *read = rollout
         tau, shared = self.model.config.tau, (t == self.budget - 1)[:, None, None]
-        spread = (scatter(values, which, drawn.masked.shape[:2]) for values in said)
+        spread = (scatter(values, which, drawn.masked.shape[:2]) for values in read)
         log_mu, logits = (torch.where(shared, values[:, :1], values) for values in spread)  # [B, k, L]
         terms = bound_terms(scores, drawn.masked, t, tau, log_mu, logits, self.model.selection)
         return terms, log_prob(scores, response, t, self.budget, tau, drawn)
@@ -243,9 +244,9 @@ class OrderObjective(nn.Module):
         chosen, layout = with_layout(chosen, model)
         with torch.set_grad_enabled(self.learn_denoiser and torch.is_grad_enabled()):
             reading = read_denoiser(model.denoiser, chosen.tokens, at, layout, num_masked)
-            log_mu, said = self.parts.read(reading.logits, reading.truth)
+            log_mu, features = self.parts.read(reading.logits, reading.truth)
         times = t[which // self.trajectories]
-        logits = model.selector(reading.hidden.detach(), reading.spread(said), at, times, layout)
+        logits = model.selector(reading.hidden.detach(), reading.spread(features), at, times, layout)
         return which, reading.spread(log_mu), logits
 
     def read(self, logits: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:

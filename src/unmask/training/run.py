@@ -132,7 +132,7 @@ class _Training:
         self.finished: list[str] = []
 
     def run(self, model: OrderModel, plain: OrderModel | None) -> OrderModel:
-        """`model` as it was born or as `init` has it; `plain` is its denoiser, trained further by another run."""
+        """`model` is new, or what `init` has; `plain` is its denoiser, trained further by another run."""
         recipe, out, main = self.recipe, self.out, self.accelerator.is_main_process
         if (out / "config.json").exists():  # a crash came after the model was saved and before the rest was removed
             model = OrderModel.from_pretrained(out).to(self.accelerator.device)
@@ -263,7 +263,7 @@ def _check_fits(folder: Path, found: OrderModel, model: OrderModel, names: Seque
     for name in names:
         if getattr(found.config, name) != getattr(model.config, name):
             raise RunFolderError(
-                f"{folder} has another {name} than the recipe: give the recipe of the run, or --force to begin anew"
+                f"{folder} has another {name} than the recipe: give the recipe of the run, or --force to start over"
             )
 
 
@@ -275,7 +275,7 @@ def _check_same_networks(found: Checkpoint, stage: str, model: ModelRecipe) -> N
         if used and was.get(key) != now[key]:
             raise CheckpointError(
                 f"checkpoint {found.path} does not fit the recipe (model.{key} was {was.get(key)!r}): "
-                "give the recipe of the run, or --force to begin anew"
+                "give the recipe of the run, or --force to start over"
             )
 
 

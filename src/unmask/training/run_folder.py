@@ -176,7 +176,7 @@ def changes_in(recipe: Recipe, out: Path, allow_change: bool) -> str:
     if changes and not allow_change:
         raise RunFolderError(
             f"{out} was begun with another recipe: {changes}; give the same recipe, --allow-change to resume with the "
-            "new one, or --force to begin anew"
+            "new one, or --force to start over"
         )
     return changes
 
@@ -213,7 +213,7 @@ def save_stage(model: OrderModel, folder: Path) -> None:
 def finish(model: OrderModel, out: Path) -> None:
     """The model itself; only then goes what the run would have been continued from."""
     if not files.is_ours(out):
-        raise RunFolderError(f"{out} was taken away while it was trained: the same command begins anew")
+        raise RunFolderError(f"{out} was taken away while it was trained: the same command starts over")
     with _writing(out):
         model.save_pretrained(out)
     sweep(out)

@@ -67,7 +67,7 @@ class StageState:
         restored_at = self.guard.restored_at
         event = self.guard.after_update(self.update, recorded)
         if self.average is not None and self.guard.restored_at != restored_at:
-            self.average.values = {}  # of the weights that are given up; it begins anew
+            self.average.values = {}  # of the weights that are given up; it starts over
         return {"event": event} if event else None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ class StageState:
         except UserError as error:
             raise CheckpointError(
                 f"checkpoint {checkpoint.path} does not fit the recipe ({str(error).splitlines()[0]}): "
-                "give the recipe of the run, or --force to begin anew"
+                "give the recipe of the run, or --force to start over"
             ) from None
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:

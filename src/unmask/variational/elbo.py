@@ -1,4 +1,4 @@
-"""The terms of the bound, named, one value a trajectory, unreduced.
+"""The terms of the bound, named, one value per trajectory, unreduced.
 
     log P(x_0) >= E_{t ~ Unif{0..T-1}, x_{t+1} ~ Q} [ T * F_t(x_{t+1}) ]
 

@@ -42,7 +42,7 @@ def adapt_causal(
         shift=shift,
     )
     weights = _translated(causal.model, config, ids_in(causal.tokenizer, vocabulary))
-    with torch.random.fork_rng():  # the weights that it is born with are drawn from torch's global state
+    with torch.random.fork_rng():  # the weights of a new network are drawn from torch's global state
         model = OrderModel(config, with_mask_token(tokenizer))
     model.denoiser.load_state_dict(weights)
     return model.eval()

@@ -125,12 +125,12 @@ def _eos(folder: Path, tokenizer: Tokenizer) -> str | None:
     """The end of text that the files beside a tokenizer name, by its text or by its id."""
     for name in _SAY_EOS:
         try:
-            said = parse_json((folder / name).read_text(encoding="utf-8"))
+            values = parse_json((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
-        if not isinstance(said, dict):
+        if not isinstance(values, dict):
             continue
-        eos, index = said.get("eos_token"), said.get("eos_token_id")
+        eos, index = values.get("eos_token"), values.get("eos_token_id")
         if eos is not None:
             return str(eos.get("content") if isinstance(eos, dict) else eos)
         if index is not None:

@@ -40,7 +40,7 @@ def load_smdm(
     tokenizer = tokenizer or whole
     vocabulary = vocabulary_of(tokenizer)
     config = OrderModelConfig(len(vocabulary), shape)
-    with torch.random.fork_rng():  # the weights that it is born with are drawn from torch's global state
+    with torch.random.fork_rng():  # the weights of a new network are drawn from torch's global state
         model = OrderModel(config, with_mask_token(tokenizer))
     try:
         theirs = {name: tensor.float() for name, tensor in load_file(path).items()}
