@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # Modules that import torch are imported where they are needed: `unmask --help` must not wait for it.
 
+PLAIN_RULES = ("iid", "top-prob", "margin")  # the paper's rivals
 MOST_STEPS = 65_536  # of generation: one per token of the longest sequence that a task here may have
 MOST_EXAMPLES = 1_000_000  # of an evaluation
 
@@ -184,7 +185,7 @@ def parse_teacher(text: str) -> Policy:
 class EvaluateRecipe:
     examples: int = 1000
     temperature: float = 1.0
-    policies: tuple[str, ...] = ("iid", "top-prob", "margin")  # beside the learned: see `unmask policies`
+    policies: tuple[str, ...] = PLAIN_RULES  # beside the learned: see `unmask policies`
     budgets: tuple[int, ...] = ()  # for the heuristics; the learned order runs at its own
 
     def __post_init__(self) -> None:

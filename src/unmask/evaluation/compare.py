@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unmask.evaluation.records import Record, grouped
+from unmask.recipe import PLAIN_RULES
 
 RESAMPLES = 10_000
 NEAR = 1e-9  # means of whole numbers that differ by less are the same
-PLAIN_RULES = ("iid", "top-prob", "margin")  # the paper's rivals
 
 
 class Difference(NamedTuple):

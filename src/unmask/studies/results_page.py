@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unmask.display import visible
-from unmask.evaluation.compare import PLAIN_RULES, Gain
+from unmask.evaluation.compare import Gain
 from unmask.evaluation.records import COMPARED, EvaluationSpec, Record, grouped, read_records
+from unmask.files import write_text
 from unmask.jsonl import ResultsError, read_jsonl
+from unmask.recipe import PLAIN_RULES
 from unmask.report.plots import Series, plot, svg
 from unmask.report.tables import distinctions
 from unmask.studies.study import Done, read_done
@@ -73,8 +75,8 @@ def write_page(page: Path, folder: Path) -> None:
     for results in studies:
         for part in _parts(results):
             figure = plot([*rule_series(part.records), *order_series(part.records)], "solved, %")
-            (plots / part.plot).write_text(svg(figure) + "\n", encoding="utf-8")
-    page.write_text(tables(studies, plots.name), encoding="utf-8")
+            write_text(plots / part.plot, svg(figure) + "\n")
+    write_text(page, tables(studies, plots.name))
 
 
 def tables(studies: Sequence[Results], plots: str) -> str:

@@ -42,7 +42,16 @@ from unmask.evaluation.evaluate import device_name, revision
 from unmask.evaluation.records import Record, grouped, read_run, record_lines
 from unmask.fields import build
 from unmask.jsonl import append_jsonl, read_jsonl, sealed
-from unmask.recipe import Recipe, differences, known_studies, load_recipe, not_continued, read_toml, recipe_folder
+from unmask.recipe import (
+    PLAIN_RULES,
+    Recipe,
+    differences,
+    known_studies,
+    load_recipe,
+    not_continued,
+    read_toml,
+    recipe_folder,
+)
 from unmask.studies.jobs import Job, run_jobs
 from unmask.training.run_folder import is_finished, locked, read_recipe
 
@@ -80,7 +89,7 @@ class Split:
 class Study:
     train: tuple[Training, ...]
     evaluate: tuple[Split, ...] = ()
-    policies: tuple[str, ...] = ("iid", "top-prob", "margin")
+    policies: tuple[str, ...] = PLAIN_RULES
     others: tuple[str, ...] = ()
     learned: tuple[str, ...] = ("learned",)
     learned_tried: tuple[str, ...] = ()
