@@ -142,3 +142,9 @@ def test_every_file_that_the_documentation_names_exists():
     notation = (ROOT / "docs" / "notation.md").read_text()
     for name in re.findall(r"`((?:models|variational|training|decoding|tasks)/\w+\.py)`", notation):
         assert (ROOT / "src" / "unmask" / name).exists(), f"notation.md names {name}"
+
+
+def test_the_docs_stay_short():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) < 12_000
+    assert len((ROOT / "docs" / "results.md").read_text(encoding="utf-8").split()) <= 1_200
