@@ -62,7 +62,7 @@ def test_progress_in_a_log(monkeypatch, capsys, every, transient, expected):
     monkeypatch.setattr(told, "EVERY", every)
     with progress("loop", 4, transient=transient) as advance:
         advance(2)
-        advance(said="bound")
+        advance(note="bound")
         advance()
     out, err = capsys.readouterr()
     assert out == ""

@@ -194,7 +194,7 @@ def train(
     except torch.OutOfMemoryError:
         raise UserError(_smaller_batches(wanted, out)) from None
     if _is_main():
-        say(f"model: {out}   next: unmask evaluate {out}")
+        say(f"model: {out}   next: unmask evaluate {out}{' --trust-task' if wanted.own_code else ''}")
 
 
 def _smaller_batches(recipe: Recipe, out: Path) -> str:

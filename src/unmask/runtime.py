@@ -26,7 +26,7 @@ class Processes:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             from accelerate import PartialState
 
-            state = PartialState(cpu=cpu)
+            state = PartialState(cpu=self.device.type == "cpu")  # else, without a GPU, it would know of no others
             self.index, self.count, self.device = state.process_index, state.num_processes, state.device
 
     @property

@@ -16,6 +16,7 @@ from tests.training.small import FixedTask, padded, small_model
 from unmask.cli import main as unmask
 from unmask.errors import Stopped
 from unmask.recipe import Optimisation, load_recipe
+from unmask.runtime import Processes
 from unmask.training import loop
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import DenoiseObjective, OrderObjective
@@ -82,6 +83,8 @@ def train_with_a_stop(recipe, out, updates):
 def main(folder):
     torch.set_num_threads(1)
     gc.freeze()  # as tests/conftest.py does
+    if not torch.cuda.is_available():  # the first to ask decides for the process, also without --cpu
+        assert Processes().count == int(os.environ["WORLD_SIZE"])
     found = {case: curve(case, folder) for case in CASES}
     recipe = load_recipe(folder / "tiny.toml", json.loads((folder / "settings.json").read_text()))
     said, sharded_weights, state_class = {}, [], loop.StageState

@@ -312,6 +312,9 @@ class Stepper:
             raise UserError(f"{rule} looks at step.stats[{missing}]: it must declare this in `reads`") from None
         if not isinstance(decision, Decision):
             raise UserError(f"{rule} must answer with a Decision(reveal=...), not with a {type(decision).__name__}")
+        if not isinstance(decision.reveal, Tensor):
+            found = type(decision.reveal).__name__
+            raise UserError(f"{rule} must reveal by booleans {_shape(canvas.masked)}, got {found}")
         if decision.reveal.shape != canvas.masked.shape or decision.reveal.dtype != torch.bool:
             shape, dtype = _shape(decision.reveal), decision.reveal.dtype
             raise UserError(f"{rule} must reveal by booleans {_shape(canvas.masked)}, got {dtype} {shape}")

@@ -162,13 +162,17 @@ def _evaluate_chunk(
     attended = truth.attention_mask.to(device)
     out = engine.generate(canvas, seed=setup.seed, ids=ids, attention_mask=attended, on_finished=advance)
     tokens = out.tokens.cpu()
-    valid = task.valid(tokens, truth)
+    valid, metrics = task.valid(tokens, truth), task.metrics(tokens, truth)
+    for name, marks in {"valid": valid, **metrics}.items():
+        if marks.shape != ids.shape or marks.dtype != torch.bool:
+            found = f"{str(marks.dtype).removeprefix('torch.')} {list(marks.shape)}"
+            raise UserError(f"task {task.name}: {name} must be bool [{len(ids)}], one for each example, got {found}")
     return Chunk(
         *ran,
         first=int(ids[0]),
         valid=_marks(valid),
         steps=out.num_steps.tolist(),
-        metrics={name: _marks(marks) for name, marks in task.metrics(tokens, truth).items()},
+        metrics={name: _marks(marks) for name, marks in metrics.items()},
         answers=sequence_codes(tokens[valid]).tolist() if task.unconditional else None,
         reveal_step=out.reveal_step[: max(0, PICTURED - int(ids[0]))].tolist(),
         num_forwards=out.num_forwards,

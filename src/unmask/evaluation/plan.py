@@ -23,6 +23,7 @@ from unmask.progress import progress
 from unmask.recipe import MOST_STEPS, EvaluateRecipe, Recipe
 from unmask.runtime import Processes, precision_on
 from unmask.tasks.task import Task
+from unmask.training.build import check_vocabulary
 from unmask.training.run import load_run
 
 Plan = list[tuple[Policy, int]]  # policies and budgets
@@ -58,11 +59,14 @@ def evaluate(
     folder: what has been evaluated is not evaluated again, unless `again`.  The options are those of `unmask evaluate`.
     """
     processes = Processes(cpu)
+    policies = [policies] if isinstance(policies, str | Policy) else policies
+    steps = [steps] if isinstance(steps, int) else steps
     recipe, folder = None, None
     if isinstance(run_or_model, OrderModel):
         if task is None:
             raise UserError("a model is evaluated on a task: give one, such as unmask.make_task('groups')")
         model = plain = run_or_model
+        check_vocabulary(model, task, "the model")
         task = task.on_split(split) if split else task
         shape = model.config.denoiser
         label, defaults = f"{shape.layers}x{shape.width}", EvaluateRecipe()

@@ -18,7 +18,7 @@ from unmask.decoding.generate import Engine
 from unmask.decoding.policies import NetworkPolicy, Policy, parse_policy
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import in_html, in_markup, visible
-from unmask.errors import UserError
+from unmask.errors import UserError, require
 from unmask.evaluation.plan import open_run
 from unmask.progress import watched
 from unmask.tasks.task import Task
@@ -234,7 +234,8 @@ MARGIN = 12
 
 
 def check_picture(path: Path) -> None:
-    """Raise UserError where writing the picture would replace another file."""
+    """Raise UserError where writing the picture would replace another file, or its name is not that of an SVG."""
+    require(path.suffix == ".svg", f"{path}: the picture is an SVG, give --svg a name that ends in .svg")
     if path.exists() and PICTURE not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
         raise UserError(f"{path} exists and is no picture of unmask: give another --svg")
 

@@ -285,6 +285,7 @@ def _accelerator(recipe: Recipe, precision: str, out: Path, cpu: bool) -> Iterat
 
     Accelerate keeps one precision per process; ours is put in its place for the time of the training.
     """
+    cpu = cpu or not torch.accelerator.is_available()  # else, on CPUs, it would know of no other processes
     shared, partial = AcceleratorState._shared_state, PartialState(cpu=cpu)._shared_state
     before, kind = dict(shared), partial["distributed_type"]
     shared.clear()
