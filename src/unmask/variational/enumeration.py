@@ -87,6 +87,37 @@ def exact_bound(model: TinyModel, x0: Tensor, budget: int, response: Tensor | No
     return torch.stack(terms)
 
 
+class SelfBound(NamedTuple):
+    """The selector as its own posterior on one clean sequence, exactly, with its graph."""
+
+    chain: Chain  # the law of the masks under P
+    gain: Tensor  # [T]: E_P[g_t]; its sum is J
+
+
+def exact_self_bound(model: TinyModel, x0: Tensor, budget: int, response: Tensor | None = None) -> SelfBound:
+    """J, and the law of the masks, where the selector orders the true tokens of one x0 [N] itself.
+
+    E[g_t] = sum_{A, A'} P(x_{t+1} = A) P_t[A, A'] sum_{n in A, not in A'} log mu^n(A)[x_0^n]
+    """
+    masked = _subsets(_response(x0, response))  # [M, N], the full set last
+    x = torch.where(masked, model.mask, x0)
+    log_mu = model.denoiser(x).gather(-1, x0.expand_as(x)[..., None])[..., 0]  # [M, N]
+    start, reveal = masked[:, None], masked[:, None] & ~masked[None]  # [M, 1, N], [M, M', N]
+    possible = (start | ~masked[None]).all(-1)  # [M, M']: no mask is put back
+    log_mu_revealed = torch.where(reveal, log_mu[:, None], 0.0).sum(-1)  # [M, M']
+    empty = (~masked).all(-1).to(log_mu.dtype)
+    rows, gain = [torch.zeros_like(empty).index_fill(0, torch.tensor(len(masked) - 1), 1.0)], []
+    for t in range(budget - 1, -1, -1):
+        if t > 0:
+            log_step = model.selection.log_prob(reveal, model.selector(x, t)[:, None], start.expand_as(reveal))
+            step = torch.where(possible & torch.isfinite(log_step), log_step, -torch.inf).exp()  # [M, M']
+        else:
+            step = empty.expand(len(x), -1)  # forced: all that is left
+        gain.append(rows[-1] @ (step * log_mu_revealed).sum(-1))
+        rows.append(rows[-1] @ step)
+    return SelfBound(Chain(torch.stack(rows[::-1]), masked), torch.stack(gain[::-1]))
+
+
 def generative_chain(model: TinyModel, length: int, budget: int, prompt: Tensor | None = None) -> tuple[Chain, Tensor]:
     """The exact law of the sequence under P, and the states [M, N] it runs over, (V+1)^N of them.
 

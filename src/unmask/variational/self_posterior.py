@@ -1,0 +1,73 @@
+"""The selector as its own posterior, Q = P: it orders the true tokens itself, so every order learned can be followed.
+
+    log P(x_0) >= J = E_{r ~ P} [ sum_t g_t ],     g_t = sum_{n in r_t} log mu^n(x_{t+1})[x_0^n]        t = T-1, ..., 0
+
+The order KL is zero and there is no scorer.  t = 0 reveals whatever is left, with probability one.  A price lambda >= 0
+in nats per step gives
+
+    J_lambda = J - lambda E[steps],      G_t = sum_{s <= t} (g_s - lambda [x_{s+1} holds a mask])
+    grad_psi J_lambda = E[ sum_{t >= 1} (G_t - b_t) grad log P(r_t | x_{t+1}) ]
+
+with b_t the mean G_t of the other k - 1 trajectories of the same x_0 at the same t; a trajectory that has ended has
+G_t = 0.  theta gets the plain gradient of g.  With tokens that the model writes itself and a reward for the whole
+sequence in the place of the likelihood, G_t = reward - lambda (steps left).
+
+Legend: T steps, indexed by t; B sequences; k trajectories of each.  `holds_mask[t]`: x_{t+1} holds a mask.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unmask.variational.estimators import LeaveOneOut
+
+
+class SelfEstimate(NamedTuple):
+    """[B] each, in nats."""
+
+    value: Tensor  # unbiased estimate of J_lambda, or of reward - lambda steps; carries no gradient
+    loss: Tensor  # minimise its mean: minus an unbiased gradient, up to the scale; its value means nothing
+
+
+def returns(gain: Tensor, holds_mask: Tensor, price: Tensor, reward: Tensor | None = None) -> Tensor:
+    """G_t [T, B, k] from g [T, B, k], holds_mask [T, B, k] bool, price [B] and, where there is one, a reward [B, k]."""
+    earned = torch.where(holds_mask, gain - price[:, None], 0.0).cumsum(0)
+    return earned if reward is None else torch.where(holds_mask, earned + reward, 0.0)
+
+
+def estimate_self(
+    gain: Tensor,
+    log_p: Tensor,
+    holds_mask: Tensor,
+    price: Tensor,
+    reward: Tensor | None = None,
+    *,
+    scaled: bool = True,
+) -> SelfEstimate:
+    """The estimate and its surrogate loss from g and log P(r_t | x_{t+1}) [T, B, k], both with their graphs.
+
+    log_p[0] is not read: the last step decides nothing.
+    scaled: divide the advantages by their root mean square over the batch, so that the step does not depend on the
+        unit of the gain.  The direction of the expected gradient stays the same, its length does not.
+    """
+    baseline, k = LeaveOneOut(), gain.shape[-1]
+    if k < baseline.min_trajectories:
+        raise ValueError(f"the selector as its own posterior needs k >= 2 trajectories per sequence, got k = {k}")
+    G = returns(gain.detach(), holds_mask, price, reward)
+    advantage = torch.where(holds_mask, G - baseline(G, torch.empty(0)), 0.0)[1:]
+    if scaled:
+        count = holds_mask[1:].sum().clamp(min=1)
+        advantage = advantage / (advantage.square().sum() / count).sqrt().clamp(min=1e-6)
+    surrogate = torch.where(holds_mask, gain, 0.0).sum(0) + torch.where(holds_mask[1:], advantage * log_p[1:], 0.0).sum(
+        0
+    )
+    return SelfEstimate(value=G[-1].mean(-1), loss=-surrogate.mean(-1))
+
+
+def many_sample_bound(log_likelihood: Tensor) -> Tensor:
+    """log mean_i exp(sum_t g_t^i) [B] from sum_t g_t [B, k]: a lower bound of log P(x_0) that grows with k to it."""
+    return torch.logsumexp(log_likelihood, -1) - math.log(log_likelihood.shape[-1])

@@ -1,0 +1,178 @@
+"""The selector as its own posterior: value, gradient and bounds against enumeration, and planted mistakes."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from tests.variational.tiny import tiny
+from unmask.variational.enumeration import exact_log_likelihood, exact_self_bound
+from unmask.variational.selection import Bernoulli, NonEmpty
+from unmask.variational.self_posterior import SelfEstimate, estimate_self, many_sample_bound, returns
+
+X0 = torch.tensor([1, 0, 1])
+BUDGET, K, PRICE = 3, 2, 0.3
+BOTH = pytest.mark.parametrize("selection", [Bernoulli(), NonEmpty()])
+
+
+def every_trajectory(model, response):
+    """g, log P and holds_mask [T, M] of every trajectory that P can take on X0, with their graphs."""
+    times = [range(BUDGET - 1, -1, -1) if chosen else [BUDGET] for chosen in response.tolist()]
+    reveal_time = torch.tensor(list(product(*times)))  # [M, N]
+    gain, log_p, holds_mask = [], [], []
+    for t in range(BUDGET):
+        masked, reveal = (reveal_time <= t) & response, reveal_time == t
+        x = torch.where(masked, model.mask, X0)
+        log_mu = model.denoiser(x).gather(-1, X0.expand_as(x)[..., None])[..., 0]
+        gain.append(torch.where(reveal, log_mu, 0.0).sum(-1))
+        forced = torch.zeros(len(x), dtype=log_mu.dtype)
+        log_p.append(model.selection.log_prob(reveal, model.selector(x, t), masked) if t else forced)
+        holds_mask.append(masked.any(-1))
+    gain, log_p, holds_mask = (torch.stack(rows) for rows in (gain, log_p, holds_mask))
+    possible = torch.isfinite(log_p).all(0)
+    return gain[:, possible], log_p[:, possible], holds_mask[:, possible]
+
+
+def exact_value(model, response, reward=None):
+    """J_lambda; with a reward for each trajectory, its mean less the price of the steps."""
+    exact = exact_self_bound(model, X0, BUDGET, response)
+    steps = exact.chain.expected_steps()
+    if reward is None:
+        return exact.gain.sum() - PRICE * steps
+    return every_trajectory(model, response)[1].sum(0).exp() @ reward - PRICE * steps
+
+
+def averaged(model, response, estimate, reward=None):
+    """Value and loss, averaged over all k-tuples of trajectories with their probabilities."""
+    gain, log_p, holds_mask = every_trajectory(model, response)
+    tuples = torch.cartesian_prod(*[torch.arange(gain.shape[1])] * K)  # [B, k]
+    weights = log_p.detach().sum(0)[tuples].sum(-1).exp()  # [B]
+    price = torch.full((len(tuples),), PRICE, dtype=gain.dtype)
+    kept = gain if reward is None else torch.zeros_like(gain)
+    found = estimate(
+        kept[:, tuples], log_p[:, tuples], holds_mask[:, tuples], price, None if reward is None else reward[tuples]
+    )
+    return weights @ found.value, weights @ found.loss
+
+
+def unscaled(*arguments):
+    return estimate_self(*arguments, scaled=False)
+
+
+def check(selection, estimate=unscaled, seed=0, response=(True, True, True), with_reward=False):
+    tables = tiny(selection, budget=BUDGET, seed=seed)
+    model, response = tables.model, torch.tensor(response)
+    reward = None
+    if with_reward:  # any function of the trajectory will do
+        count = every_trajectory(model, response)[0].shape[1]
+        reward = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    parameters = [tables.psi] if with_reward else [tables.theta, tables.psi]
+    exact = exact_value(model, response, reward)
+    value, loss = averaged(model, response, estimate, reward)
+    assert abs(float(value.detach()) - float(exact.detach())) < 1e-10
+    truth = torch.autograd.grad(exact, parameters)
+    ours = torch.autograd.grad(loss, parameters)
+    for true_gradient, gradient in zip(truth, ours, strict=True):
+        assert true_gradient.abs().max() > 1e-3, "the test has no power"
+        assert (true_gradient + gradient).abs().max() < 1e-10, "biased"
+
+
+@BOTH
+@pytest.mark.parametrize("with_reward", [False, True])
+def test_value_and_gradient_are_unbiased(selection, with_reward):
+    for seed in (0, 1):
+        check(selection, seed=seed, with_reward=with_reward)
+
+
+def test_with_a_prompt():
+    check(NonEmpty(), response=(True, False, True))
+
+
+def mistaken(mistake):
+    def estimate(gain, log_p, holds_mask, price, reward=None):
+        if mistake == "the last step left out":
+            holds_mask = holds_mask.clone()
+            holds_mask[0] = False
+        values = gain.detach()
+        G = returns(values, holds_mask, price, reward)
+        if mistake == "price paid after the end":
+            G = (values - price[:, None]).cumsum(0)
+        if mistake == "the gain of earlier steps counted too":
+            G = torch.where(holds_mask, G[-1:], 0.0)
+        if mistake == "the gain of earlier steps counted instead":
+            G = returns(values.flip(0), holds_mask.flip(0), price, reward).flip(0)
+        others = (G.sum(-1, keepdim=True) - G) / (K - 1)
+        if mistake == "itself in the baseline":
+            others = G.mean(-1, keepdim=True)
+        advantage = G - others
+        loss = -(gain.sum(0) + (advantage * log_p)[1:].sum(0)).mean(-1)
+        return SelfEstimate(returns(values, holds_mask, price, reward)[-1].mean(-1), loss)
+
+    return estimate
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "the last step left out",
+        "price paid after the end",
+        "itself in the baseline",
+        "the gain of earlier steps counted instead",
+    ],
+)
+def test_planted_mistakes_are_found(mistake):
+    check(Bernoulli(), mistaken(""))
+    with pytest.raises(AssertionError):
+        check(Bernoulli(), mistaken(mistake))
+
+
+def test_counting_the_gain_of_earlier_steps_is_unbiased_but_noisier():
+    """It multiplies a later step's score by what is known before it: no bias, so only the variance tells."""
+    check(NonEmpty(), mistaken("the gain of earlier steps counted too"))
+
+    def spread(estimate):
+        model = (tables := tiny(NonEmpty(), budget=BUDGET)).model
+        gain, log_p, holds_mask = every_trajectory(model, torch.ones(3, dtype=torch.bool))
+        tuples = torch.cartesian_prod(*[torch.arange(gain.shape[1])] * K)
+        weights, price = log_p.detach().sum(0)[tuples].sum(-1).exp(), torch.full((len(tuples),), PRICE)
+        losses = estimate(gain.detach()[:, tuples], log_p[:, tuples], holds_mask[:, tuples], price).loss
+        rows = [torch.autograd.grad(loss, tables.psi, retain_graph=True)[0].flatten() for loss in losses]
+        gradients = torch.stack(rows)
+        return weights @ (gradients - weights @ gradients).square().sum(-1)
+
+    assert spread(mistaken("")) == pytest.approx(float(spread(unscaled)), rel=1e-9)
+    assert spread(unscaled) < 0.95 * spread(mistaken("the gain of earlier steps counted too"))
+
+
+@BOTH
+def test_the_bounds(selection):
+    """J <= the bound from 2 samples <= from 3 <= log P, each averaged exactly."""
+    model, response = tiny(selection, budget=BUDGET).model, torch.ones(3, dtype=torch.bool)
+    gain, log_p, _ = every_trajectory(model, response)
+    total, p = gain.sum(0).detach(), log_p.detach().sum(0).exp()
+    bounds = []
+    for k in (1, 2, 3):
+        tuples = torch.cartesian_prod(*[torch.arange(len(total))] * k).view(-1, k)
+        bounds.append(float(p[tuples].prod(-1) @ many_sample_bound(total[tuples])))
+    assert bounds[0] == pytest.approx(float(exact_self_bound(model, X0, BUDGET).gain.sum().detach()), abs=1e-12)
+    assert bounds[0] < bounds[1] < bounds[2] < float(exact_log_likelihood(model, X0, BUDGET).detach())
+    assert float((p * total.exp()).sum().log()) == pytest.approx(
+        float(exact_log_likelihood(model, X0, BUDGET).detach()), abs=1e-12
+    )
+
+
+def test_scaling_divides_by_the_root_mean_square():
+    generator = torch.Generator().manual_seed(0)
+    gain, log_p = (torch.randn(4, 3, 2, generator=generator, dtype=torch.float64) for _ in range(2))
+    holds_mask, price = torch.ones(4, 3, 2, dtype=torch.bool), torch.zeros(3, dtype=torch.float64)
+    plain = estimate_self(gain, log_p, holds_mask, price, scaled=False).loss
+    once = estimate_self(gain, log_p, holds_mask, price).loss + gain.sum(0).mean(-1)
+    twice = estimate_self(2 * gain, log_p, holds_mask, price).loss + 2 * gain.sum(0).mean(-1)
+    assert torch.allclose(once, twice)
+    assert not torch.allclose(plain + gain.sum(0).mean(-1), once)
+
+
+def test_one_trajectory_is_refused():
+    one = torch.zeros(2, 1, 1)
+    with pytest.raises(ValueError, match="k >= 2"):
+        estimate_self(one, one, one.bool(), torch.zeros(1))
