@@ -135,7 +135,14 @@ class OrderRecipe(Optimisation):
     tau: float = 0.1
     selection: Literal["nonempty", "bernoulli"] = "nonempty"
     baseline: Literal["leave-one-out", "none", "moving-average"] = "leave-one-out"
+    posterior: Literal["scorer", "selector"] = "scorer"  # over orders; selector: it is its own, and there is no scorer
     teacher: str = ""  # a rule, such as threshold:0.9, from whose order the posterior starts; "": from a random one
+    # For posterior = "selector":
+    prices: tuple[float, ...] = ()  # of a step, lowest and highest, in nats or reward: one order for all; (): none
+    start: Literal["iid", "threshold"] = "iid"  # the rule from which the selector starts
+    spread: float = 0.0  # of the selector's logits at the start, where positions look alike
+    least_budget: int = 0  # half of the sequences have a budget between this and `budget`; 0: all have `budget`
+    reward: bool = False  # learn from whether the answer is valid, not from the likelihood
     from_init: bool = False  # train the order of the run that `init` names further, instead of a fresh one
     denoiser_rate: float = 0.0  # 0: frozen
     continued: str = ""  # joint: a run that has trained the denoiser further; "": this run does, into RUN/baseline
@@ -159,6 +166,19 @@ class OrderRecipe(Optimisation):
         _check_range(self, 0, "denoiser_rate", "selector_rate", "scorer_rate", high=1)
         if self.teacher:
             parse_teacher(self.teacher)
+        _check_range(self, 0, "spread", "least_budget")
+        own = ("prices", "start", "spread", "least_budget", "reward")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        if self.posterior == "scorer" and (given := [name for name in own if getattr(self, name) != defaults[name]]):
+            raise UserError(f"{given[0]} is for posterior = 'selector': set that, or leave it out")
+        if self.posterior == "selector":
+            theirs = ("teacher", "kl_weight", "baseline", "tau")
+            if given := [name for name in theirs if getattr(self, name) != defaults[name]]:
+                raise UserError(f"{given[0]} has no effect with posterior = 'selector': leave it out")
+            if self.trajectories < 2 or self.least_budget > self.budget:
+                raise UserError(
+                    "posterior = 'selector' needs trajectories (k) of at least 2, and least_budget at most budget"
+                )
         if self.continued and self.denoiser_rate == 0:
             raise UserError("continued is for denoiser_rate > 0: the rivals of a frozen order run on its own denoiser")
         require(

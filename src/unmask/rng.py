@@ -29,6 +29,7 @@ class Purpose(IntEnum):
     REVEAL = 5  # reveals at generation
     TOKEN = 6  # tokens at generation
     EXAMPLE = 7  # which example a batch slot holds
+    BUDGET = 8  # the most steps of a sequence, where training varies it
 
 
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +72,9 @@ def shift_right(hidden: Tensor, layout: Layout) -> Tensor:
 class SelectorConfig:
     """A narrow transformer on the denoiser's hidden states, trained for a budget of T steps.
 
+    `prices`: it reads the price of a step, and was trained for this range of it and for any budget up to T.
+    `start`: the rule that it is before it has learned anything (`Selector`).
+
     `positions` > 0 gives it learned absolute positions of its own, up to that length: on a canvas that is all mask, the
     denoiser's last layer says the same everywhere and need not remember where it is, but an order must start somewhere.
     """
@@ -79,10 +84,17 @@ class SelectorConfig:
     heads: int
     budget: int  # T
     positions: int = 0
+    prices: tuple[float, ...] = ()  # the lowest and the highest; empty: none
+    start: Literal["iid", "threshold"] = "iid"
+    spread: float = 0.0  # standard deviation of f at the start
 
     def __post_init__(self) -> None:
         require(self.positions >= 0, f"positions must be 0 (none) or the longest sequence, got {self.positions}")
         require(self.budget >= 1, f"a selector needs a budget T >= 1, got {self.budget}")
+        ordered = not self.prices or (len(self.prices) == 2 and 0 < self.prices[0] < self.prices[1])
+        require(ordered, f"prices must be two, above 0, the lower one first, got {list(self.prices)}")
+        known = self.start == "iid" or bool(self.prices)
+        require(known, "start = 'threshold' needs prices, from which its threshold follows: set order.prices")
         self.shape  # noqa: B018  # checks width and heads
 
     @property
@@ -93,13 +105,18 @@ class SelectorConfig:
 class Selector(nn.Module):
     """p_psi^{t,n}(x_{t+1}) = sigmoid(s_n): should position n be revealed now, with t further steps to come?
 
-        s_n = f(hidden_n, confidences_n, log(c_n / (1 - c_n)), masked_n, t, T) - log t,      f = 0 at the start
+        s_n = f(hidden_n, confidences_n, logit c_n, masked_n, t, T, lambda) + start_n,      f = 0 at first
 
+        iid          start_n = -log t                               each mask with probability 1 / (t + 1)
+        threshold    start_n = beta (logit c_n - logit c*(lambda))  read greedily, it is `threshold:c*`
+
+    c* falls from 0.995 at the lowest price to 0.6 at the highest, its log-odds linearly in log lambda.  With a `spread`
+    f has that standard deviation at first: where all positions look alike, f = 0 is a saddle.
     The log-odds of the top probability c tell 0.999 from 0.9999, which are the same number in bfloat16.
-    An untrained selector reveals each mask with probability 1 / (t + 1): the IID rule with a linear schedule.
     """
 
     TIME_FEATURES = 4
+    BETA, THRESHOLDS = 2.0, (0.995, 0.6)  # c* at the lowest and at the highest price
     READ = 5  # top probability, margin, entropy; the log-odds of the first; masked or not
     NEAREST_TO_ONE = 1e-6  # beyond, log-odds end
 
@@ -111,17 +128,22 @@ class Selector(nn.Module):
         self.shape = shape = config.shape
         self.read_hidden = nn.Linear(denoiser_width, D)
         self.read_confidences = nn.Linear(self.READ, D)
-        self.read_time = nn.Sequential(nn.Linear(self.TIME_FEATURES, D), nn.SiLU(), nn.Linear(D, D))
+        time_features = self.TIME_FEATURES + bool(config.prices)
+        self.read_time = nn.Sequential(nn.Linear(time_features, D), nn.SiLU(), nn.Linear(D, D))
         self.positions = nn.Embedding(config.positions, D) if config.positions else None
         self.blocks = nn.ModuleList(Block(shape) for _ in range(config.layers))
         self.norm = RMSNorm(D)
         self.out = nn.Linear(D, 1)
-        nn.init.zeros_(self.out.weight)
+        nn.init.normal_(self.out.weight, std=config.spread / D**0.5)
         nn.init.zeros_(self.out.bias)
 
     @property
     def budget(self) -> int:
         return self.config.budget
+
+    @property
+    def prices(self) -> tuple[float, ...]:
+        return self.config.prices
 
     def forward(
         self,
@@ -130,6 +152,8 @@ class Selector(nn.Module):
         masked: Tensor,  # [B, L] bool
         t: Tensor,  # [B], t >= 1 matters; at t = 0 everything is revealed and nobody asks
         attention_mask: Tensor | Layout | None = None,  # [B, L] bool
+        max_steps: Tensor | None = None,  # [B]; None: T
+        price: Tensor | None = None,  # [B]; None: the lowest
     ) -> Tensor:
         """Logits s [B, L]."""
         if hidden.shape[-1] != self.read_hidden.in_features:
@@ -145,20 +169,23 @@ class Selector(nn.Module):
         dtype = stream_dtype(self.out.weight)
         layout = attention_mask if isinstance(attention_mask, Layout) else Layout.of(masked, attention_mask, dtype)
         t = t.clamp(min=1).to(torch.promote_types(hidden.dtype, torch.float32))  # log t must not be rounded to bfloat16
-        times = torch.stack([t, torch.full_like(t, self.budget)], dim=-1)  # [B, 2]
-        asked = times[:, None].expand(*masked.shape, -1)  # [B, L, 2]
+        total = torch.full_like(t, self.budget) if max_steps is None else max_steps.to(t.dtype)
+        words = [t, total]
+        if self.prices:
+            words.append(torch.full_like(t, self.prices[0]) if price is None else price.clamp(*self.prices).to(t.dtype))
+        asked = torch.stack(words, dim=-1)[:, None].expand(*masked.shape, -1)  # [B, L, 2 or 3]
         seen = layout.take(torch.cat([full_precision(confidences), masked[..., None], asked], dim=-1))
         return layout.put(self.run(layout.take(hidden).to(dtype), seen, layout.positions, layout.attend))
 
     def run(self, hidden: Tensor, seen: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """All that is worth compiling: one number per place from what is known there.
 
-        seen [..., 6]: three confidences, masked or not, t and T.
+        seen [..., 6 or 7]: three confidences, masked or not, t, T and the price.
         """
-        confidences, masked, t, total = seen.split([3, 1, 1, 1], dim=-1)
+        confidences, masked, t, total, price = seen.split([3, 1, 1, 1, len(self.prices) // 2], dim=-1)
         log_odds = torch.where(masked > 0, torch.logit(confidences[..., :1], eps=self.NEAREST_TO_ONE), 0.0)
         read = torch.cat([confidences, log_odds, masked], dim=-1)
-        time = torch.cat([t / total, 1 / t, t.log(), total.log()], dim=-1)
+        time = torch.cat([t / total, 1 / t, t.log(), total.log(), price.log()], dim=-1)
         x = self.read_hidden(hidden) + self.read_confidences(read.to(hidden.dtype))
         x = x + self.read_time(time.to(hidden.dtype))
         if self.positions is not None:
@@ -166,7 +193,13 @@ class Selector(nn.Module):
         rotary = rotary_angles(positions, self.shape.width // self.shape.heads, self.shape.rope_theta)
         for block in self.blocks:
             x = block(x, rotary, attend)
-        return _in_full_precision(self.out, self.norm(x)) - t[..., 0].log()
+        f = _in_full_precision(self.out, self.norm(x))
+        if self.config.start == "iid":
+            return f - t[..., 0].log()
+        low, high = (math.log(end) for end in self.prices)
+        first, last = (math.log(c / (1 - c)) for c in self.THRESHOLDS)
+        threshold = first + (last - first) * (price.log() - low) / (high - low)
+        return f + self.BETA * (log_odds - threshold)[..., 0]
 
 
 class OrderScorer(nn.Module):

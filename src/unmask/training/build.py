@@ -136,8 +136,13 @@ def _with_order(plain: OrderModel, networks: ModelRecipe, order: OrderRecipe) ->
                 heads=selector.heads,
                 budget=order.budget,
                 positions=trunk.max_length if trunk.absolute_positions else 0,
+                prices=order.prices,
+                start=order.start,
+                spread=order.spread,
             ),
-            scorer=dataclasses.replace(
+            scorer=None
+            if order.posterior == "selector"
+            else dataclasses.replace(
                 trunk,
                 width=scorer_width,
                 layers=scorer.layers,
@@ -160,7 +165,7 @@ def _take_order(model: OrderModel, source: str) -> None:
     """The selector and the scorer of another run, in the place of fresh ones.  T and tau may change, shapes may not."""
     where, found = f"order.from_init: init = {source!r}", OrderModel.from_pretrained(source)
     theirs, ours = found.config, model.config
-    if theirs.selector is None or theirs.scorer is None or ours.selector is None:
+    if theirs.selector is None or ours.selector is None:
         raise UserError(f"{where} has no order to train further: name a run that has one, or leave order.from_init out")
     fits = {
         "selector": dataclasses.replace(theirs.selector, budget=ours.selector.budget) == ours.selector,
@@ -169,7 +174,8 @@ def _take_order(model: OrderModel, source: str) -> None:
     for name, fit in fits.items():
         if not fit:
             raise UserError(f"{where} has another {name} than [model.{name}] says: make them agree")
-        getattr(model, name).load_state_dict(getattr(found, name).state_dict())
+        if getattr(ours, name) is not None:
+            getattr(model, name).load_state_dict(getattr(found, name).state_dict())
     if theirs.teacher != ours.teacher:
         taught = f"by {theirs.teacher}" if theirs.teacher else "by no rule"
         raise UserError(f"{where} was taught {taught}: set order.teacher = {theirs.teacher!r}")

@@ -43,6 +43,7 @@ from unmask.training.run_folder import (
     store_recipe,
     sweep,
 )
+from unmask.training.self_posterior import SelfObjective
 from unmask.training.tensors import copy_into, whole
 from unmask.variational.estimators import Baseline, LeaveOneOut, MovingAverage, NoBaseline
 
@@ -184,22 +185,26 @@ class _Training:
             model.load_state_dict(found.state_dict())
             self.finished.append("order")
             return
-        baselines: dict[str, Baseline] = {
-            "leave-one-out": LeaveOneOut(),
-            "none": NoBaseline(),
-            "moving-average": MovingAverage(how.budget),
-        }
-        objective = OrderObjective(
-            model,
-            how.trajectories,
-            baselines[how.baseline],
-            self.recipe.seed,
-            learn_denoiser=how.denoiser_rate > 0,
-            initial_kl_weight=how.kl_weight,
-            compile=self.compiled,
-        )
-        networks = ("denoiser", "selector", "scorer")
-        rates = {name: (getattr(model, name), getattr(how, f"{name}_rate")) for name in networks}
+        seed, shared = self.recipe.seed, {"learn_denoiser": how.denoiser_rate > 0, "compile": self.compiled}
+        objective: OrderObjective | SelfObjective
+        if how.posterior == "selector":
+            checker, temperature = self.task if how.reward else None, self.recipe.evaluate.temperature
+            least = how.least_budget or how.budget
+            objective = SelfObjective(
+                model, how.trajectories, least, seed, checker=checker, temperature=temperature, **shared
+            )
+        else:
+            baselines: dict[str, Baseline] = {
+                "leave-one-out": LeaveOneOut(),
+                "none": NoBaseline(),
+                "moving-average": MovingAverage(how.budget),
+            }
+            weight = how.kl_weight
+            objective = OrderObjective(
+                model, how.trajectories, baselines[how.baseline], seed, initial_kl_weight=weight, **shared
+            )
+        networks = {name: getattr(model, name) for name in ("denoiser", "selector", "scorer")}
+        rates = {name: (part, getattr(how, f"{name}_rate")) for name, part in networks.items() if part is not None}
         self._stage(Stage.ORDER_FURTHER if how.from_init else Stage.ORDER, objective, rates, how)
         if folder is not None:
             self._save(model, folder)
@@ -210,7 +215,11 @@ class _Training:
         self._stage(stage, objective, {"denoiser": (model.denoiser, how.learning_rate)}, how)
 
     def _stage(
-        self, stage: Stage, objective: DenoiseObjective | OrderObjective, rates: Rates, how: DenoiseRecipe | OrderRecipe
+        self,
+        stage: Stage,
+        objective: DenoiseObjective | OrderObjective | SelfObjective,
+        rates: Rates,
+        how: DenoiseRecipe | OrderRecipe,
     ) -> None:
         self.checkpointer.resume = self._checkpoint(stage.label)
         self.checkpointer.begun = lambda update: self._begun(stage.label, update)

@@ -50,7 +50,7 @@ def estimate_self(
 ) -> SelfEstimate:
     """The estimate and its surrogate loss from g and log P(r_t | x_{t+1}) [T, B, k], both with their graphs.
 
-    log_p[0] is not read: the last step decides nothing.
+    log_p is 0 where a step decides nothing: at t = 0, and where no mask is left.
     scaled: divide the advantages by their root mean square over the batch, so that the step does not depend on the
         unit of the gain.  The direction of the expected gradient stays the same, its length does not.
     """
@@ -58,13 +58,11 @@ def estimate_self(
     if k < baseline.min_trajectories:
         raise ValueError(f"the selector as its own posterior needs k >= 2 trajectories per sequence, got k = {k}")
     G = returns(gain.detach(), holds_mask, price, reward)
-    advantage = torch.where(holds_mask, G - baseline(G, torch.empty(0)), 0.0)[1:]
+    advantage = torch.where(holds_mask, G - baseline(G, torch.empty(0)), 0.0)
     if scaled:
-        count = holds_mask[1:].sum().clamp(min=1)
-        advantage = advantage / (advantage.square().sum() / count).sqrt().clamp(min=1e-6)
-    surrogate = torch.where(holds_mask, gain, 0.0).sum(0) + torch.where(holds_mask[1:], advantage * log_p[1:], 0.0).sum(
-        0
-    )
+        mean_square = advantage.square().sum() / holds_mask.sum().clamp(min=1)
+        advantage = advantage / mean_square.sqrt().clamp(min=1e-6)
+    surrogate = (torch.where(holds_mask, gain, 0.0) + advantage * log_p).sum(0)
     return SelfEstimate(value=G[-1].mean(-1), loss=-surrogate.mean(-1))
 
 

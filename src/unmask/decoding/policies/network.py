@@ -18,6 +18,9 @@ from unmask.variational.selection import Bernoulli, NonEmpty
 class Learned(NetworkPolicy):
     """r ~ P_psi(r_t | x_{t+1}) with t = S - 1 - i, where S is the budget that the selector was trained for (ours).
 
+    A selector that was trained with prices takes any S, and the price of a step in nats (or in reward): the higher, the
+    fewer the steps.
+
     `nonempty`: sampled from the product conditioned on r != 0.  With tokens sampled from the denoiser's own
     distribution (token temperature 1, no top-k, top-p or guidance) this is exactly the model of the bound; with greedy
     tokens it is not.
@@ -32,6 +35,7 @@ class Learned(NetworkPolicy):
     key = "learned"
     network: SelectorNetwork = field(repr=False)
     _: KW_ONLY
+    price: float = 0.0
     temperature: float = 1.0
     floor: float = 0.0
     cap: int = 0
@@ -39,6 +43,7 @@ class Learned(NetworkPolicy):
 
     def __post_init__(self) -> None:
         check_temperature("learned", self.temperature)
+        require(0 <= self.price < math.inf, f"learned: price must be 0 or more, got {self.price}")
         require(0 <= self.floor < 1, f"learned: floor must be at least 0 and below 1, got {self.floor}")
         require(self.cap >= 0, f"learned: cap must be 0 (none) or more, got {self.cap}")
 

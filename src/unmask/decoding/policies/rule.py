@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -118,8 +119,20 @@ class SelectorNetwork(Protocol):
     def budget(self) -> int | None:
         """The max_steps that it was trained for; None: it takes any."""
 
+    @property
+    def prices(self) -> tuple[float, ...]:
+        """The lowest and the highest price of a step that it was trained for, and then any max_steps; empty: none."""
+
     def __call__(
-        self, hidden: Tensor, confidences: Tensor, masked: Tensor, t: Tensor, attention_mask: Tensor | None, /
+        self,
+        hidden: Tensor,
+        confidences: Tensor,
+        masked: Tensor,
+        t: Tensor,
+        attention_mask: Tensor | None,
+        max_steps: Tensor,
+        price: Tensor | None,
+        /,
     ) -> Tensor: ...
 
 
@@ -127,17 +140,27 @@ class NetworkPolicy(Policy):
     """What the rules that a network decides have in common."""
 
     network: SelectorNetwork
+    price: float = 0.0  # of a step; 0: the lowest that the network was trained for
     reads = FEATURES
 
     def check(self, max_steps: int, num_response: Tensor) -> None:
-        T = self.network.budget
-        require(T in (None, max_steps), f"the learned order was trained for T = {T}, not for {max_steps} steps")
+        T, prices = self.network.budget, self.network.prices
+        trained = bool(prices) or T in (None, max_steps)
+        require(trained, f"the learned order was trained for T = {T}, not for {max_steps} steps")
+        require(not self.price or bool(prices), "the learned order was trained without prices: leave price out")
+        if self.price and not prices[0] <= self.price <= prices[1]:
+            warnings.warn(
+                f"price {self.price:g} is outside the range that was trained, {prices[0]:g} to {prices[1]:g}: "
+                "the nearest in it is taken",
+                stacklevel=2,
+            )
 
     def logits(self, step: Step) -> Tensor:
         """[b, L] at t = S - 1 - i."""
         stats = torch.where(step.masked[..., None], features(step.stats), 0.0)
         t = step.max_steps - 1 - step.index
-        return self.network(step.hidden, stats, step.masked, t, step.attention_mask)
+        price = torch.full_like(stats[:, 0, 0], self.price) if self.price else None
+        return self.network(step.hidden, stats, step.masked, t, step.attention_mask, step.max_steps, price)
 
 
 def fields_of(rule: type[Policy]) -> list[Field[Any]]:

@@ -1,0 +1,177 @@
+"""The selector as its own posterior, as an objective: k orders of each sequence, chosen by the selector itself.
+
+Legend: B sequences, k trajectories of each, L positions, T the largest budget, R = the trajectories that hold a mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from unmask.decoding.tokens import TokenChoice
+from unmask.models.order_model import OrderModel
+from unmask.models.packing import scatter
+from unmask.rng import Purpose, uniforms
+from unmask.tasks.task import Examples, Task, to_device
+from unmask.training.objectives import Outcome
+from unmask.training.reading import log_likelihood, read_denoiser, selector_features, with_layout
+from unmask.variational.self_posterior import estimate_self
+
+_WHOLE_STEP = 2**31  # the position that names the one draw of a whole step
+
+
+class Orders(NamedTuple):
+    """What k trajectories of each sequence earned and decided at every step: [T, B, k], the last step t = 0 first."""
+
+    gain: Tensor  # g_t, with its graph where the denoiser learns
+    log_p: Tensor  # log P(r_t | x_{t+1}) with its graph; 0 where nothing was decided
+    holds_mask: Tensor  # bool: x_{t+1} holds a mask
+    tokens: Tensor  # [B, k, L]: the true ones, or with a checker those that were written
+
+
+class SelfObjective(nn.Module):
+    """-J_lambda in nats per sequence (`variational.self_posterior`); with a `checker`, -(valid - lambda steps).
+
+    Every sequence has a price, log-uniform in the selector's range, and a budget: T for one half of them, for the
+    others uniform in {least_budget, ..., T}.  Its k trajectories share both.
+    checker: the task that judges the tokens, which are then the denoiser's own, chosen at `temperature`.
+
+    The selector's graph is recomputed step by step in the backward pass: only what it reads is kept.
+    """
+
+    def __init__(
+        self,
+        model: OrderModel,
+        trajectories: int,
+        least_budget: int,
+        seed: int,
+        *,
+        checker: Task | None = None,
+        temperature: float = 1.0,
+        learn_denoiser: bool = False,
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model, self.trajectories, self.least_budget, self.seed = model, trajectories, least_budget, seed
+        self.checker, self.choice, self.learn_denoiser = checker, TokenChoice(temperature), learn_denoiser
+        self.read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _read
+        if compile:
+            self.read = torch.compile(_read, dynamic=True)
+
+    def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
+        """examples [B]; ids [B], which name their draws; u [B] stratified uniforms, which choose the prices."""
+        assert self.model.selector is not None
+        device = next(self.model.parameters()).device
+        examples, ids = examples.to(device), to_device(ids, device)
+        low, high = self.model.selector.prices or (1.0, 1.0)
+        price = to_device((math.log(low) + u.double() * math.log(high / low)).exp().float(), device)
+        orders = self.orders(examples, ids, self._budgets(ids), price)
+        steps, reward = orders.holds_mask.sum(0).float(), None
+        if self.checker is not None:
+            reward = self._judged(orders.tokens, examples).to(price)
+        price = price if self.model.selector.prices else torch.zeros_like(price)
+        estimate = estimate_self(orders.gain, orders.log_p, orders.holds_mask, price, reward)
+        metrics = {"value": estimate.value.mean(), "q_steps": steps.mean()}
+        if reward is None:
+            num_response = to_device(examples.num_response, device)
+            metrics["elbo"] = (orders.gain.detach().sum(0).mean(-1) / num_response).mean()
+        else:
+            metrics["reward"] = reward.mean()
+        return Outcome(estimate.loss.mean(), metrics)
+
+    def _budgets(self, ids: Tensor) -> Tensor:
+        """[B]."""
+        assert self.model.selector is not None
+        most, least = self.model.selector.budget, self.least_budget
+        u = uniforms(self.seed, Purpose.BUDGET, ids, dtype=torch.float64)
+        return torch.where(u < 0.5, least + ((most - least + 1) * 2 * u).long(), most)
+
+    def orders(self, examples: Examples, ids: Tensor, budget: Tensor, price: Tensor) -> Orders:
+        """k trajectories of each example [B], with `budget` [B] steps at most, at `price` [B].
+
+        x_T is the same for all k trajectories, so it is evaluated once; trajectories without a mask are dropped.
+        """
+        selector, k, size = self.model.selector, self.trajectories, len(examples) * self.trajectories
+        assert selector is not None
+        tokens, masked = (part.repeat_interleave(k, 0) for part in (examples.tokens, examples.response))  # [B k, L]
+        num_masked = examples.num_response.repeat_interleave(k)  # [B k], on the CPU
+        steps: list[tuple[Tensor, Tensor, Tensor]] = []
+        for index in range(int(budget.max())):
+            rows = num_masked.nonzero()[:, 0]  # [R]
+            if not len(rows):
+                break
+            asked = torch.arange(0, size, k) if index == 0 else rows
+            there, at = to_device(asked, masked.device), masked[asked.to(masked.device)]
+            log_mu, proposed, logits = self._ask(
+                examples.rows(asked // k), tokens[there], at, int(num_masked[asked].sum()), index,
+                budget[there // k], price[there // k], ids[there // k],
+            )  # fmt: skip
+            if index == 0:
+                log_mu, proposed, logits = (part.repeat_interleave(k, 0) for part in (log_mu, proposed, logits))
+                there = to_device(rows, masked.device)
+                at = masked[there]
+            forced = budget[there // k] == index + 1  # [R]: t = 0
+            draws = self._uniforms(Purpose.TRAJECTORY, examples, ids, there, index)
+            reveal = at & (forced[:, None] | selector.selection.sample(logits.detach(), at, draws))
+            decided = torch.where(forced, 0.0, selector.selection.log_prob(reveal, logits, at))
+            gained = torch.where(reveal, log_mu, 0.0).sum(-1)
+            steps.append(tuple(scatter(part, there, (size,)) for part in (gained, decided, at.any(-1))))  # type: ignore[arg-type]
+            if self.checker is not None:
+                tokens[there] = torch.where(reveal, proposed, tokens[there])
+            masked[there] = at & ~reveal
+            num_masked = masked.sum(-1).cpu()  # the device is waited for
+        gain, log_p, holds_mask = (torch.stack(part[::-1]).view(len(part), -1, k) for part in zip(*steps, strict=True))
+        return Orders(gain, log_p, holds_mask, tokens.view(-1, k, tokens.shape[-1]))
+
+    def _ask(
+        self,
+        examples: Examples,
+        tokens: Tensor,
+        masked: Tensor,
+        num_masked: int,
+        index: int,
+        budget: Tensor,
+        price: Tensor,
+        ids: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """At step `index` of R rows: log mu of the true tokens, the tokens proposed, the selector's logits, [R, L]."""
+        model = self.model
+        assert model.selector is not None
+        examples, layout = with_layout(examples, model)
+        with torch.set_grad_enabled(self.learn_denoiser and torch.is_grad_enabled()):
+            reading = read_denoiser(model.denoiser, tokens, masked, layout, num_masked)
+            log_mu, seen = self.read(reading.logits, reading.truth)
+        proposed = tokens
+        if self.checker is not None:
+            log_mu = 0 * log_mu
+            u = uniforms(self.seed, Purpose.TOKEN, ids[:, None], index, examples.position, dtype=torch.float64)
+            chosen = self.choice.propose(reading.logits.detach(), u.flatten()[reading.at])
+            proposed = reading.spread(chosen)
+        logits = checkpoint(
+            model.selector, reading.hidden.detach(), reading.spread(seen), masked, budget - 1 - index, layout, budget,
+            price, use_reentrant=False, preserve_rng_state=False,
+        )  # fmt: skip
+        return reading.spread(log_mu), proposed, logits
+
+    def _uniforms(self, purpose: Purpose, examples: Examples, ids: Tensor, there: Tensor, index: int) -> Tensor:
+        """[R, L + 1]: functions of seed, id, trajectory, step and position alone; the last is for the whole step."""
+        position = torch.nn.functional.pad(examples.position, (0, 1), value=_WHOLE_STEP)
+        sequence, trajectory = there // self.trajectories, there % self.trajectories
+        words = ids[sequence][:, None], trajectory[:, None], index, position[sequence]
+        return uniforms(self.seed, purpose, *words, dtype=torch.float64)
+
+    def _judged(self, tokens: Tensor, examples: Examples) -> Tensor:
+        """[B, k] bool."""
+        assert self.checker is not None
+        rows = torch.arange(len(examples)).repeat_interleave(self.trajectories)
+        return self.checker.valid(tokens.flatten(0, 1).cpu(), examples.rows(rows).to("cpu")).view(len(examples), -1)
+
+
+def _read(logits: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+    """log mu of the true tokens [M], and what the selector reads of the logits [M, V]: [M, 3]."""
+    return log_likelihood(logits, truth), selector_features(logits.detach())
