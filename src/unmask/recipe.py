@@ -155,10 +155,10 @@ class OrderRecipe(Optimisation):
         no_order = "in one step everything is revealed, and there is no order to learn"
         require(self.budget >= 2, f"budget (T) must be at least 2, got {self.budget}: {no_order}")
         require(self.tau > 0, f"tau must be above 0, got {self.tau}")
+        instead = ", or take baseline = 'none' or 'moving-average'" if self.posterior == "scorer" else ""
         require(
             self.baseline != "leave-one-out" or self.trajectories >= 2,
-            f"trajectories (k) must be at least 2 with leave-one-out, got {self.trajectories}: "
-            "raise it, or take baseline = 'none' or 'moving-average'",
+            f"trajectories (k) must be at least 2 with leave-one-out, got {self.trajectories}: raise it{instead}",
         )
         _check_range(self, 1, "kl_weight")
         _check_range(self, 2, "budget", high=MOST_STEPS)
@@ -175,10 +175,8 @@ class OrderRecipe(Optimisation):
             theirs = ("teacher", "kl_weight", "baseline", "tau")
             if given := [name for name in theirs if getattr(self, name) != defaults[name]]:
                 raise UserError(f"{given[0]} has no effect with posterior = 'selector': leave it out")
-            if self.trajectories < 2 or self.least_budget > self.budget:
-                raise UserError(
-                    "posterior = 'selector' needs trajectories (k) of at least 2, and least_budget at most budget"
-                )
+            if self.least_budget > self.budget:
+                raise UserError(f"least_budget = {self.least_budget} must be at most budget = {self.budget}")
         if self.continued and self.denoiser_rate == 0:
             raise UserError("continued is for denoiser_rate > 0: the rivals of a frozen order run on its own denoiser")
         require(

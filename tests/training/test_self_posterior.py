@@ -1,0 +1,187 @@
+"""The objective with the selector as its own posterior: a naive reference, the start, and what a recipe may ask."""
+
+import math
+
+import pytest
+import torch
+
+from tests.training.small import TINY_RECIPE, FixedTask, json_lines, padded
+from unmask.decoding.confidence import confidence, features
+from unmask.decoding.policies import Learned, Threshold, parse_policy
+from unmask.errors import UserError
+from unmask.models.backbone import BackboneConfig
+from unmask.models.networks import Selector, SelectorConfig
+from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
+from unmask.recipe import load_recipe
+from unmask.rng import Purpose, uniforms
+from unmask.training.run import train
+from unmask.training.self_posterior import SelfObjective
+from unmask.variational.self_posterior import estimate_self
+
+PRICES, BUDGET, K, SEED = (0.1, 3.0), 4, 3, 5
+SEQUENCES = [[0, 1, 2, 0, 1, 1], [2, 2, 1], [1, 0, 0, 2]]
+RESPONSES = [[False, False, True, True, True, True], [True, True, True], [True, False, True, True]]
+IDS = torch.tensor([7, 2**40, 3])
+
+
+def model_of(**options):
+    shape = BackboneConfig(width=16, layers=1, heads=2, intermediate=16, max_length=8)
+    selector = SelectorConfig(8, 1, 2, BUDGET, **{"prices": PRICES, **options})
+    model = OrderModel(OrderModelConfig(3, shape, selector=selector), word_level_tokenizer(["a", "b", "c"])).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5, generator=generator)
+    return model
+
+
+def examples(extra=0):
+    return padded(SEQUENCES, RESPONSES, left=True, extra=extra)
+
+
+@torch.no_grad()
+def naive(model, tokens, response, name, trajectory, budget, price, writes=False):
+    """One trajectory of one sequence alone: what each step gained and decided, and the tokens at the end."""
+    masked, truth, rows = response.clone(), tokens, []
+    tokens = tokens.clone()
+    for index in range(budget):
+        if not masked.any():
+            break
+        hidden = model.denoiser.hidden(torch.where(masked, 3, tokens)[None])
+        log_p = model.denoiser.logits(hidden).log_softmax(-1)
+        said = torch.where(masked[..., None], features(confidence(log_p)), 0.0)
+        t, total = torch.tensor([budget - 1 - index]), torch.tensor([budget])
+        logits = model.selector(hidden, said, masked[None], t, None, total, torch.tensor([price], dtype=torch.float64))
+        position = torch.tensor([*range(len(tokens)), 2**31])
+        draws = uniforms(SEED, Purpose.TRAJECTORY, name, trajectory, index, position, dtype=torch.float64)
+        reveal = masked.clone()
+        if t > 0:
+            reveal = model.selection.sample(logits, masked[None], draws[None])[0]
+        log_mu = log_p[0].gather(-1, truth[:, None])[:, 0]
+        decided = model.selection.log_prob(reveal[None], logits, masked[None])[0] if t > 0 else torch.zeros(())
+        rows.append((float(log_mu[reveal].sum()), float(decided)))
+        if writes:
+            tokens = torch.where(reveal, log_p[0].argmax(-1), tokens)
+        masked = masked & ~reveal
+    return rows, tokens
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_every_trajectory_is_that_of_the_sequence_alone(writes):
+    """Whatever the padding; gains, decisions and tokens, with budgets and prices of their own."""
+    model, budget, price = model_of(), torch.tensor([4, 2, 3]), torch.tensor([0.1, 1.0, 3.0], dtype=torch.float64)
+    for extra in (0, 2):
+        batch = examples(extra)
+        checker = FixedTask(batch) if writes else None
+        objective = SelfObjective(model, K, BUDGET, SEED, checker=checker, temperature=0.0)
+        found = objective.orders(batch, IDS, budget, price)
+        T = len(found.gain)
+        for row, (sequence, where) in enumerate(zip(SEQUENCES, RESPONSES, strict=True)):
+            for trajectory in range(K):
+                tokens, response = torch.tensor(sequence), torch.tensor(where)
+                words = (int(IDS[row]), trajectory, int(budget[row]), float(price[row]), writes)
+                steps, written = naive(model, tokens, response, *words)
+                assert int(found.holds_mask[:, row, trajectory].sum()) == len(steps)
+                real = batch.attention_mask[row]
+                assert found.tokens[row, trajectory][real].tolist() == written.tolist()
+                for index, (gained, decided) in enumerate(steps):
+                    at = T - 1 - index, row, trajectory
+                    assert found.gain[at].item() == pytest.approx(0.0 if writes else gained, abs=1e-10)
+                    assert found.log_p[at].item() == pytest.approx(decided, abs=1e-10)
+
+
+def test_the_loss_is_that_of_the_estimator_and_reaches_the_selector_alone():
+    model, batch = model_of(), examples()
+    objective = SelfObjective(model, K, BUDGET, SEED)
+    u = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+    outcome = objective(batch, IDS, u)
+    price = torch.tensor([PRICES[0] * (PRICES[1] / PRICES[0]) ** float(x) for x in u])
+    orders = objective.orders(batch, IDS, torch.full((3,), BUDGET), price)
+    wanted = estimate_self(orders.gain, orders.log_p, orders.holds_mask, price)
+    assert outcome.loss.item() == pytest.approx(wanted.loss.mean().item(), abs=1e-6)
+    assert float(outcome.metrics["q_steps"]) == pytest.approx(float(orders.holds_mask.sum(0).double().mean()))
+    outcome.loss.backward()
+    assert all(parameter.grad is None for parameter in model.denoiser.parameters())
+    assert sum(float(parameter.grad.abs().sum()) for parameter in model.selector.parameters()) > 1e-3
+    model.zero_grad()
+    SelfObjective(model, K, BUDGET, SEED, learn_denoiser=True)(batch, IDS, u).loss.backward()
+    assert sum(float(p.grad.abs().sum()) for p in model.denoiser.parameters() if p.grad is not None) > 1e-3
+
+
+def test_budgets_are_drawn():
+    objective = SelfObjective(model_of(), K, 2, SEED)
+    budgets = objective._budgets(torch.arange(4000))
+    counts = torch.bincount(budgets, minlength=5).tolist()
+    assert counts[:2] == [0, 0]
+    assert all(abs(count - expected) < 150 for count, expected in zip(counts[2:], (667, 667, 2667), strict=True))
+    assert (SelfObjective(model_of(), K, BUDGET, SEED)._budgets(torch.arange(50)) == BUDGET).all()
+
+
+def test_the_reward_is_the_tasks_verdict():
+    batch = examples()
+    objective = SelfObjective(model_of(), K, BUDGET, SEED, checker=FixedTask(batch), temperature=0.0)
+    outcome = objective(batch, IDS, torch.tensor([0.0, 0.0, 0.0]))
+    orders = objective.orders(batch, IDS, torch.full((3,), BUDGET), torch.full((3,), PRICES[0]))
+    right = (orders.tokens == batch.tokens[:, None]).all(-1).double()
+    steps = orders.holds_mask.sum(0)
+    assert float(outcome.metrics["reward"]) == pytest.approx(float(right.mean()))
+    assert float(outcome.metrics["value"]) == pytest.approx(float((right - PRICES[0] * steps).mean()), abs=1e-6)
+
+
+def test_at_the_start_it_is_a_threshold():
+    """s >= 0 where c >= c*, at every price; c* from 0.995 to 0.6."""
+    selector = Selector(SelectorConfig(8, 1, 2, BUDGET, prices=PRICES, start="threshold"), 16)
+    top = torch.linspace(0.5, 0.999, 400)
+    said = torch.stack([top, top, top], -1)[None]
+    masked, t = torch.ones(1, 400, dtype=torch.bool), torch.tensor([2])
+    for price, wanted in ((PRICES[0], 0.995), (PRICES[1], 0.6), (math.sqrt(PRICES[0] * PRICES[1]), None)):
+        s = selector(torch.randn(1, 400, 16), said, masked, t, None, None, torch.tensor([price]))[0]
+        if wanted is None:  # half-way in log-odds
+            odds = sum(math.log(c / (1 - c)) for c in (0.995, 0.6)) / 2
+            wanted = 1 / (1 + math.exp(-odds))
+        assert ((s >= 0) == (top >= wanted)).all()
+    assert isinstance(parse_policy(f"threshold:{wanted:.4f}"), Threshold)
+
+
+def recipe_of(tmp_path, *overrides):
+    (tmp_path / "tiny.toml").write_text(TINY_RECIPE)
+    return load_recipe(str(tmp_path / "tiny.toml"), ["order.posterior=selector", *overrides])
+
+
+def test_a_run_with_it(tmp_path):
+    """Trained, saved, loaded, and generating at another number of steps and at a price."""
+    recipe = recipe_of(tmp_path, "order.prices=[0.1, 2.0]", "order.budget=3", "order.spread=2.0", "order.reward=true")
+    train(recipe, tmp_path / "run", cpu=True)
+    model = OrderModel.from_pretrained(tmp_path / "run")
+    assert model.scorer is None
+    assert model.selector.prices == (0.1, 2.0)
+    recorded = [line for line in json_lines(tmp_path / "run" / "metrics.jsonl") if line.get("stage") == "order"]
+    assert {"reward", "q_steps", "value"} <= recorded[-1].keys()
+    Learned(model.selector, price=0.5).check(7, torch.tensor([4]))
+    with pytest.warns(UserWarning, match=r"price 5 is outside the range that was trained, 0.1 to 2"):
+        Learned(model.selector, price=5.0).check(7, torch.tensor([4]))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("order.trajectories=1", r"at least 2 with leave-one-out, got 1: raise it$"),
+        ("order.teacher=threshold:0.9", "teacher has no effect with posterior = 'selector'"),
+        ("order.least_budget=9", "least_budget = 9 must be at most budget = 2"),
+        ("order.prices=[2.0, 1.0]", "prices must be two"),
+        ("order.start=threshold", "start = 'threshold' needs prices"),
+    ],
+)
+def test_what_does_not_go_together(tmp_path, override, message):
+    with pytest.raises(UserError, match=message):
+        train(recipe_of(tmp_path, override), tmp_path / "run", cpu=True)
+
+
+def test_its_options_need_it(tmp_path):
+    with pytest.raises(UserError, match="prices is for posterior = 'selector'"):
+        recipe_of(tmp_path, "order.posterior=scorer", "order.prices=[0.1, 1.0]")
+
+
+def test_a_negative_price():
+    with pytest.raises(UserError, match="price must be 0 or more, got -1"):
+        Learned(model_of().selector, price=-1.0)
