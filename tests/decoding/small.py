@@ -47,6 +47,7 @@ class ReadsFirst:
 
     selector: Selector
     budget: int | None = None
+    prices: tuple[float, ...] = ()
 
     @property
     def selection(self) -> Selection:

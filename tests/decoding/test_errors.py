@@ -373,8 +373,8 @@ class BrokenSelector(ReadsFirst):
     def when(self, t):
         return torch.ones_like(t, dtype=torch.bool)
 
-    def __call__(self, hidden, confidences, masked, t, attention_mask):
-        logits = super().__call__(hidden, confidences, masked, t, attention_mask)
+    def __call__(self, hidden, confidences, masked, t, attention_mask, max_steps, price):
+        logits = super().__call__(hidden, confidences, masked, t, attention_mask, max_steps, price)
         return torch.where(((hidden[:, 0, 16] > 0) & self.when(t))[:, None], self.value, logits)
 
 

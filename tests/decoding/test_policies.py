@@ -15,12 +15,12 @@ from unmask.variational.selection import Bernoulli, NonEmpty
 class FromHidden:
     """Logits from what it is given, row by row."""
 
-    budget = None
+    budget, prices = None, ()
 
     def __init__(self, selection):
         self.selection = selection
 
-    def __call__(self, hidden, confidences, masked, t, attention_mask):
+    def __call__(self, hidden, confidences, masked, t, attention_mask, max_steps, price):
         return 3 * hidden.sum(-1) + confidences.sum(-1) + t[:, None]
 
 

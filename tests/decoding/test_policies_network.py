@@ -20,9 +20,10 @@ class LookUp:
     """A network whose logits are given; keeps what it was asked."""
 
     def __init__(self, logits, selection=None, budget=None):
+        self.prices = ()
         self.logits, self.selection, self.budget = logits, selection or NonEmpty(), budget
 
-    def __call__(self, hidden, confidences, masked, t, attention_mask):
+    def __call__(self, hidden, confidences, masked, t, attention_mask, max_steps, price):
         self.asked = {"hidden": hidden, "masked": masked, "attention_mask": attention_mask}
         self.asked |= {"confidences": confidences, "t": t}
         return self.logits.expand(masked.shape)

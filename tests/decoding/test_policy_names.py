@@ -76,6 +76,7 @@ RULE_NAMES = [
     (ReMDMRescale(0.0), "remdm-rescale:0"),
     (ReMDMConf(), "remdm-conf"),
     (Learned(NETWORK), "learned"),
+    (Learned(NETWORK, price=0.5), "learned(price=0.5)"),
     (Learned(NETWORK, temperature=0.5), "learned(temperature=0.5)"),
     (Learned(NETWORK, deterministic=True), "learned(deterministic)"),
     (

@@ -149,8 +149,10 @@ class SelfObjective(nn.Module):
         proposed = tokens
         if self.checker is not None:
             log_mu = 0 * log_mu
-            u = uniforms(self.seed, Purpose.TOKEN, ids[:, None], index, examples.position, dtype=torch.float64)
-            chosen = self.choice.propose(reading.logits.detach(), u.flatten()[reading.at])
+            chosen = reading.logits.argmax(-1)
+            if self.choice.temperature > 0:
+                u = uniforms(self.seed, Purpose.TOKEN, ids[:, None], index, examples.position, dtype=torch.float64)
+                chosen = self.choice.sample(reading.logits.detach(), u.flatten()[reading.at])
             proposed = reading.spread(chosen)
         logits = checkpoint(
             model.selector, reading.hidden.detach(), reading.spread(seen), masked, budget - 1 - index, layout, budget,
