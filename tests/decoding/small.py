@@ -116,13 +116,13 @@ class TabularSelector:
     psi: Tensor
     selection: Selection = field(default_factory=NonEmpty)
 
+    prices: tuple[float, ...] = ()
+
     @property
     def budget(self) -> int:
         return len(self.psi)
 
-    def __call__(
-        self, hidden: Tensor, confidences: Tensor, masked: Tensor, t: Tensor, attention_mask: Tensor | None
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, confidences: Tensor, masked: Tensor, t: Tensor, *rest: Tensor | None) -> Tensor:
         return self.psi[t, hidden[:, 0, 0].long()]
 
 

@@ -272,7 +272,7 @@ def test_an_engine_survives_a_denoiser_that_did_not(uncompiled):
 class Tiny(torch.nn.Module):
     """A denoiser and a selector of a few kernels: g++ takes its time for each.  In float64 it cannot round apart."""
 
-    mask_token_id, budget, selection = 5, 4, NonEmpty()
+    mask_token_id, budget, selection, prices = 5, 4, NonEmpty(), ()
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class Tiny(torch.nn.Module):
     def logits(self, hidden):
         return hidden @ self.head
 
-    def forward(self, hidden, confidences, masked, t, attention_mask):
+    def forward(self, hidden, confidences, masked, t, attention_mask, max_steps, price):
         return hidden[..., 0] + confidences[..., 1] - t.clamp(min=1).log()[:, None]
 
 
