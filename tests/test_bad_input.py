@@ -286,7 +286,7 @@ def test_a_bad_number_on_the_command_line_is_one_line(place, capsys):
         (["sample", "--example", BIG], "'--example'"),
         (["evaluate", "--policy", "iid", "--steps", 10**8], "--steps must be between 1 and 65,536"),
         (["evaluate", "--examples", BIG], "'--examples'"),
-        (["evaluate", "--bound", "--trajectories", BIG], "'--trajectories'"),
+        (["evaluate", "--bound", "--samples", BIG], "'--samples'"),
     ]:
         command, *options = arguments
         assert call(command, place / "run", *options) == 2

@@ -308,7 +308,12 @@ WRONG_OPTIONS = {
         ["sample", "{run}", "--temperature", "0", "--top-p", "0.5"],
         "give a temperature above 0",
     ),
-    "no trajectories": (["evaluate", "{run}", "--bound", "--trajectories", "0"], "--trajectories"),
+    "no samples": (["evaluate", "{run}", "--bound", "--samples", "0"], "--samples"),
+    "samples without a bound": (["evaluate", "{run}", "--samples", "2"], "--samples and --price are for --bound"),
+    "a price without a bound": (["evaluate", "{run}", "--price", "1"], "--policy 'learned(price=0.1)'"),
+    "a price of an order without": (["evaluate", "{run}", "--bound", "--price", "1"], "trained without prices"),
+    "a negative price": (["evaluate", "{run}", "--bound", "--price", "-1"], "price must be 0 or more, got -1"),
+    "a negative price of a rule": (["evaluate", "{run}", "--policy", "learned(price=-1)"], "price must be 0 or more"),
     "a bound of one": (["evaluate", "{run}", "--bound", "--examples", "1"], "at least 2 examples"),
     "sample: steps 0": (["sample", "{run}", "--steps", "0"], "--steps"),
     "sample: steps of another order": (["sample", "{run}", "--steps", "3"], "trained for T = 2"),
@@ -799,18 +804,20 @@ def test_the_table_says_what_the_heuristics_ran_on(base, call, tmp_path):
 
 def test_evaluate_bound(call, run):
     results = (run / "results.jsonl").read_text()
-    code, text, _ = call("evaluate", run, "--bound", "--examples", "10", "--trajectories", "2")
+    code, text, _ = call("evaluate", run, "--bound", "--examples", "10", "--samples", "2")
     assert code == 0
     bound = json.loads((run / "bound.json").read_text())
     assert (bound["budget"], bound["num_examples"], len(bound["reconstruction"])) == (2, 10, 2)
     assert f"{bound['order_bound']:.4f}" in text
     assert f"{bound['mdm_bound']:.4f}" in text
+    assert f"{bound['self_bound']:.4f}" in text
+    assert (bound["samples"], bound["price"]) == (2, None)
     assert "-0.5493" in text, "minus the true entropy, 2 log 3 / 4"
     assert (run / "results.jsonl").read_text() == results
 
 
 def test_a_bound_is_replaced_whole_and_its_damage_is_noticed(call, refused, run, monkeypatch):
-    words = ("evaluate", run, "--bound", "--trajectories", "1", "--examples")
+    words = ("evaluate", run, "--bound", "--samples", "1", "--examples")
     assert call(*words, "10")[0] == 0
     path, whole = run / "bound.json", (run / "bound.json").read_text()
     with monkeypatch.context() as patch:

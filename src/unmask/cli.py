@@ -260,9 +260,16 @@ def evaluate(
         bool, Option("--bf16", help="The denoiser's trunk in bfloat16, scores in float32: faster on a GPU.")
     ] = False,
     bound: Annotated[bool, Option("--bound", help="The held-out bound instead, in nats per token.")] = False,
-    trajectories: Annotated[
-        int, Option(min=1, max=10_000, help="Trajectories per sequence and time, with --bound.")
-    ] = 8,
+    samples: Annotated[
+        int | None,
+        Option(
+            min=1, max=10_000, help="Trajectories per sequence, with --bound: the more, the tighter.", show_default="8"
+        ),
+    ] = None,
+    price: Annotated[
+        float | None,
+        Option(help="Of a step, with --bound and an order learned for prices.", show_default="the lowest"),
+    ] = None,
     trust_task: TrustTask = False,
     cpu: Cpu = False,
 ) -> None:
@@ -272,6 +279,8 @@ def evaluate(
     """
     options: dict[str, Any] = {"examples": examples, "seed": seed, "split": split, "trust_task": trust_task, "cpu": cpu}
     if not bound:
+        if samples is not None or price is not None:
+            raise UserError("--samples and --price are for --bound; a rule has its own: --policy 'learned(price=0.1)'")
         tokens = {"top_p": top_p, "top_k": top_k, "guidance": guidance, "min_length": min_length}
         options |= {"temperature": temperature, "stop_at_eos": stop_at_eos, "compile": compile, "bf16": bf16, **tokens}
         _evaluate(run, policies=policy or [], steps=steps or [], against=against or [], again=again, **options)
@@ -283,7 +292,7 @@ def evaluate(
             "tokens, such as --temperature: it is a number of the trained model"
         )
     if _is_main():  # a matter of seconds, and a sum whose rounding would depend on how it is divided
-        _evaluate_bound(run, trajectories=trajectories, **options)
+        _evaluate_bound(run, samples=samples or 8, price=price or 0.0, **options)
 
 
 def _evaluate(run: Path, trust_task: bool = False, **options: Any) -> list[Record]:

@@ -25,6 +25,7 @@ from unmask.decoding.policies import (
     parse_policy,
 )
 from unmask.decoding.tokens import TokenChoice
+from unmask.errors import UserError
 from unmask.evaluation import bound as bounds
 from unmask.evaluation import evaluate as evaluation
 from unmask.evaluation.bound import evaluate_bound
@@ -35,7 +36,7 @@ from unmask.models.order_model import weights_hash
 from unmask.tasks.puzzles.chain import Chain
 from unmask.tasks.puzzles.groups import Groups
 from unmask.tasks.puzzles.latin_square import LatinSquare
-from unmask.variational.enumeration import TinyModel, exact_bound
+from unmask.variational.enumeration import TinyModel, exact_bound, exact_log_likelihood, exact_self_bound
 
 TASK = Groups(groups=2, group_size=2, symbols=3)
 SAMPLED = TokenChoice(temperature=1.0)
@@ -532,7 +533,7 @@ def exact_mdm_bounds(model, rows):
 
 
 def bound_of(model, rows, plain=None, task=None, **options):
-    settings = {"examples": len(rows), "trajectories": 2, "seed": 0, **options}
+    settings = {"examples": len(rows), "samples": 2, "seed": 0, **options}
     return evaluate_bound(model, plain or model, task or FixedTask(rows), **settings)
 
 
@@ -558,13 +559,60 @@ def test_the_bound_is_unbiased():
         model = small_model(budget=BUDGET, tau=0.15)
         x0, response = single(ROWS, row)
         one = padded([x0.tolist()], [response.tolist()], left=True, extra=1)
-        bound = bound_of(model, one, examples=3000, trajectories=1)
+        bound = bound_of(model, one, examples=3000, samples=1)
         exact = exact_order_bounds(model, one).sum().item()
         assert 0 < bound.order_bound_se < 0.02, "the test has power"
         assert abs(bound.order_bound - exact) < 5 * bound.order_bound_se
         mdm = exact_mdm_bounds(model, one).item()
         assert 0 < bound.mdm_bound_se < 0.02
         assert abs(bound.mdm_bound - mdm) < 5 * bound.mdm_bound_se
+
+
+@torch.no_grad()
+def test_the_selectors_own_bound_is_unbiased_and_grows_with_the_samples():
+    """J within five standard errors of the enumerated one; J < from 4 samples < from 64 < log P."""
+    model = small_model(budget=BUDGET)
+    model.denoiser.head.weight.mul_(4)  # far from indifferent to the order
+    x0, response = single(ROWS, 0)
+    one = padded([x0.tolist()], [response.tolist()], left=True, extra=1)
+    tiny, N = tiny_of(model), int(response.sum())
+    exact, limit = exact_self_bound(tiny, x0, BUDGET, response), exact_log_likelihood(tiny, x0, BUDGET, response) / N
+    few, many = bound_of(model, one, examples=2000, samples=4), bound_of(model, one, examples=200, samples=64)
+    assert 0 < few.self_bound_se < 0.02, "the test has power"
+    assert abs(few.self_bound - exact.gain.sum() / N) < 5 * few.self_bound_se
+    assert few.steps == pytest.approx(float(exact.chain.expected_steps()), abs=0.05)
+    assert few.self_bound + 0.02 < few.many_sample_bound < many.many_sample_bound + 5 * many.many_sample_bound_se
+    assert abs(many.many_sample_bound - limit) < 0.01 + 5 * many.many_sample_bound_se
+    assert many.samples == 64
+    assert many.price is None
+
+
+def test_one_sample_is_the_bound_itself():
+    bound = bound_of(small_model(budget=BUDGET), ROWS, samples=1)
+    assert bound.many_sample_bound == pytest.approx(bound.self_bound, rel=1e-9)
+
+
+def test_a_run_without_a_scorer_has_the_selectors_own_bound():
+    model = small_model(budget=BUDGET)
+    with_scorer, model.scorer = bound_of(model, ROWS), None
+    without = bound_of(model, ROWS)
+    assert (without.order_bound, without.order_bound_se, without.reconstruction) == (None, None, [])
+    for field in ("self_bound", "self_bound_se", "many_sample_bound", "steps", "mdm_bound"):
+        assert getattr(without, field) == getattr(with_scorer, field)
+
+
+def test_a_price_changes_the_selectors_own_bound():
+    model = small_model(prices=(0.1, 3.0), budget=BUDGET)
+    lowest, low, high = (bound_of(model, ROWS, price=price) for price in (0.0, 0.1, 3.0))
+    assert lowest == low
+    assert (low.price, high.price) == (0.1, 3.0)
+    assert low.self_bound != high.self_bound
+    with pytest.warns(UserWarning, match="price 5 is outside the range that was trained, 0.1 to 3"):
+        assert bound_of(model, ROWS, price=5.0) == high
+    with pytest.raises(UserError, match="price must be 0 or more, got -1"):
+        bound_of(model, ROWS, price=-1.0)
+    with pytest.raises(UserError, match="trained without prices: leave price out"):
+        bound_of(small_model(budget=BUDGET), ROWS, price=1.0)
 
 
 def test_the_mdm_bound_of_one_step_is_exact():
@@ -578,7 +626,8 @@ def test_the_mdm_bound_of_one_step_is_exact():
         log_mu = model.denoiser(x)[0].log_softmax(-1)[torch.arange(len(x0)), x0]
         exact.append(log_mu[response].mean().item())
     assert bound.mdm_bound == pytest.approx(sum(exact) / 3, rel=1e-9)
-    assert bound.order_bound == pytest.approx(bound.mdm_bound, rel=1e-9), "one step leaves nothing to choose"
+    for own in (bound.order_bound, bound.self_bound, bound.many_sample_bound):
+        assert own == pytest.approx(bound.mdm_bound, rel=1e-9), "one step leaves nothing to choose"
 
 
 def test_the_mdm_bound_is_that_of_the_plain_denoiser():
@@ -604,6 +653,7 @@ def test_the_bound_of_a_puzzle_stays_below_its_entropy():
     bound = bound_of(small_model(budget=2), ROWS, task=TASK, examples=50)
     assert bound.entropy == pytest.approx(2 * math.log(3) / 4)
     assert bound.order_bound < -bound.entropy
+    assert bound.self_bound < -bound.entropy
     assert bound.mdm_bound < -bound.entropy
     assert bound_of(small_model(), ROWS).entropy is None
 

@@ -224,10 +224,17 @@ def test_square_brackets_are_no_markup():
 BOUND = BoundReport(
     budget=2,
     num_examples=100,
+    samples=8,
+    price=None,
     order_bound=-0.61,
     order_bound_se=0.0123,
     reconstruction=[-0.3, -0.25],
     order_kl=[0.0, 0.06],
+    self_bound=-0.58,
+    self_bound_se=0.0789,
+    many_sample_bound=-0.57,
+    many_sample_bound_se=0.0777,
+    steps=1.97,
     mdm_bound=-1.5,
     mdm_bound_se=0.0456,
     entropy=0.52,
@@ -242,6 +249,12 @@ def test_the_bound_table():
         "-0.6100",
         "0.0123",
         "-0.2500, 0.0600",
+        "(J), T = 2, 1.97 steps",
+        "-0.5800",
+        "0.0789",
+        "from 8 samples",
+        "-0.5700",
+        "0.0777",
         "-1.5000",
         "0.0456",
         "-0.5200",
@@ -253,6 +266,9 @@ def test_the_bound_table():
     unknown = printed(bound_table(dataclasses.replace(BOUND, entropy=None, true_log_likelihood=None), "groups"))
     assert "exact" not in unknown
     assert "entropy" not in unknown
+    own = dataclasses.replace(BOUND, order_bound=None, order_bound_se=None, reconstruction=[], order_kl=[], price=0.25)
+    assert "order KL" not in (text := printed(bound_table(own, "groups")))
+    assert "(J), T = 2, price 0.25, 1.97 steps" in text
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ def small_model(
     selection: str = "nonempty",
     tau: float = 0.3,
     teacher: str = "",
+    prices: tuple[float, ...] = (),
     seed: int = 0,
 ) -> OrderModel:
     """A random float64 model, far from uniform.  Every weight is random: at zero, a selector says nothing."""
@@ -75,7 +76,7 @@ def small_model(
     config = OrderModelConfig(
         vocab_size,
         shape,
-        selector=SelectorConfig(8, 1, 2, budget, positions=longest),
+        selector=SelectorConfig(8, 1, 2, budget, positions=longest, prices=prices),
         scorer=shape,
         teacher=teacher,
         selection=selection,

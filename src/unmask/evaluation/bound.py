@@ -1,4 +1,10 @@
-"""The held-out bound of a run."""
+"""The held-out bounds of a run: each is a lower bound of log P(x_0), in nats per response token.
+
+the paper's    sum_t E_Q[F_t],   Q the scorer's posterior                         (runs with a scorer only)
+J              E_P[sum_t g_t],   the selector orders the true tokens itself       (`variational.self_posterior`)
+k samples      E[log mean_i exp(sum_t g_t^i)],   i = 1..k of the same walks       (grows with k to log P)
+IID            the plain denoiser's, every mask revealed with probability 1 / (t + 1)
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from unmask.decoding.policies import Learned
 from unmask.errors import UserError
 from unmask.evaluation.evaluate import BATCH, check_examples
 from unmask.evaluation.plan import open_run
@@ -19,10 +26,12 @@ from unmask.models.order_model import OrderModel
 from unmask.progress import progress
 from unmask.rng import Purpose, uniforms
 from unmask.runtime import Processes
-from unmask.tasks.task import Task
+from unmask.tasks.task import Examples, Task
 from unmask.training.objectives import OrderObjective
 from unmask.training.reading import read_denoiser, with_layout
+from unmask.training.self_posterior import SelfObjective
 from unmask.variational.estimators import NoBaseline
+from unmask.variational.self_posterior import many_sample_bound
 
 
 @dataclass(frozen=True)
@@ -31,10 +40,17 @@ class BoundReport:
 
     budget: int
     num_examples: int
-    order_bound: float  # the learned order's, all T terms
-    order_bound_se: float
+    samples: int  # k: trajectories of each sequence
+    price: float | None  # of a step, at which the selector was asked for J; None: it knows no prices
+    order_bound: float | None  # with the scorer's posterior, all T terms; None: the run has no scorer
+    order_bound_se: float | None
     reconstruction: list[float]  # by t = 0..T-1; sums to order_bound with the KLs subtracted
     order_kl: list[float]
+    self_bound: float  # J
+    self_bound_se: float
+    many_sample_bound: float  # from the k walks of J
+    many_sample_bound_se: float
+    steps: float  # mean number of steps of these walks
     mdm_bound: float  # the plain denoiser's, with the IID order of the same number of steps
     mdm_bound_se: float
     entropy: float | None  # of the true distribution: minus it is the most that a bound can be on average
@@ -44,16 +60,20 @@ class BoundReport:
 def evaluate_run_bound(
     run: Path,
     examples: int | None = None,
-    trajectories: int = 8,
+    samples: int = 8,
+    price: float = 0.0,
     seed: int | None = None,
     split: str | None = None,
     trust_task: bool = False,
     cpu: bool = False,
 ) -> BoundReport:
-    """The bound of a run, written to RUN/bound.json; what is not given is the recipe's."""
+    """The bounds of a run, written to RUN/bound.json; what is not given is the recipe's.
+
+    samples: trajectories of each sequence.  price: of a step, for a selector that knows prices; 0: the lowest.
+    """
     model, plain, task, recipe = open_run(run, Processes(cpu).device, split, trust_task)
     seed, number = recipe.seed if seed is None else seed, examples or recipe.evaluate.examples
-    bound = evaluate_bound(model, plain, task, number, trajectories, seed)
+    bound = evaluate_bound(model, plain, task, number, samples, seed, price)
     write_text(run / "bound.json", sealed(asdict(bound)) + "\n")
     return bound
 
@@ -70,58 +90,78 @@ def read_bound(path: Path) -> BoundReport | None:
 
 @torch.no_grad()
 def evaluate_bound(
-    model: OrderModel,
-    plain: OrderModel,
-    task: Task,
-    examples: int,
-    trajectories: int,
-    seed: int,
+    model: OrderModel, plain: OrderModel, task: Task, examples: int, samples: int, seed: int, price: float = 0.0
 ) -> BoundReport:
-    """The bound on held-out sequences: all T terms of every sequence, each from `trajectories` samples."""
-    if model.selector is None:
+    """The bounds on held-out sequences: all T terms of every sequence, each from `samples` trajectories."""
+    selector = model.selector
+    if selector is None:
         raise UserError("this run has no learned order, so it has no order bound: train one with an [order] section")
     if examples < 2:
         raise UserError(f"a bound with its standard error needs at least 2 examples, got {examples}")
     check_examples(task, examples)
-    budget = model.selector.budget
-    device = next(model.parameters()).device
-    objective = OrderObjective(model, trajectories, NoBaseline(), seed)
+    budget, device = selector.budget, next(model.parameters()).device
+    Learned(selector, price=price).check(budget, torch.empty(0))
+    nearest = min(max(price, selector.prices[0]), selector.prices[1]) if selector.prices else None
+    own = SelfObjective(model, samples, budget, seed)
+    scored = OrderObjective(model, samples, NoBaseline(), seed) if model.scorer is not None else None
     batches, lengths, exact = [], [], []
     with progress("bound", examples) as advance:
-        for ids in torch.arange(examples).split(BATCH):
-            truth = task.examples(ids, "test")
-            batch, layout = with_layout(truth, plain.denoiser)
-            ids, scores = ids.to(device), objective.scores(truth)
-            by_time = []
-            for t in range(budget):
-                terms, _, _ = objective.terms(truth, ids, torch.full_like(ids, t), scores)
-                drawn = uniforms(seed, Purpose.MASKING, t, ids[:, None], batch.position)
-                masked = batch.response & (drawn < (t + 1) / budget)
-                log_mu = read_denoiser(plain.denoiser, batch.tokens, masked, layout).log_mu
-                plain_term = log_mu.sum(-1) / (t + 1)
-                parts = (terms.reconstruction.mean(-1), terms.order_kl.mean(-1), plain_term)
-                by_time.append(torch.stack([part.cpu().double() for part in parts]))
-            batches.append(torch.stack(by_time, dim=1))  # [3, T, B]
-            lengths.append(batch.response.sum(-1).cpu())
+        for ids in torch.arange(examples).split(max(1, BATCH * 8 // max(8, samples))):
+            truth, ids = task.examples(ids, "test"), ids.to(device)
+            prices = torch.full(ids.shape, nearest or 0.0, device=device)
+            walks = own.orders(truth.to(device), ids, torch.full_like(ids, budget), prices)
+            total = walks.gain.sum(0)  # [B, k]
+            steps = walks.holds_mask.sum(0).double()  # [B, k]
+            parts = [total.mean(-1), many_sample_bound(total), steps.mean(-1)]
+            parts += [_plain_bound(plain, truth, ids, budget, seed), *_scored_terms(scored, truth, ids)]
+            batches.append(torch.stack([part.cpu().double() for part in parts]))  # [4, B]; with a scorer [4 + 2T, B]
+            lengths.append(truth.num_response)
             exact.append(task.log_likelihood(truth.tokens, truth))
             advance(len(ids))
-    tokens = torch.cat(lengths).double()  # [E]
-    F1, KL, mdm = torch.cat(batches, dim=2) / tokens  # [T, E] each, in nats per token
-    order_mean, order_se = _mean_and_error((F1 - KL).sum(0))
-    mdm_mean, mdm_se = _mean_and_error(mdm.sum(0))
+    tokens, values = torch.cat(lengths).double(), torch.cat(batches, dim=1)  # [E], [4 or 4 + 2T, E]
+    J, many, mdm = (_mean_and_error(values[row] / tokens) for row in (0, 1, 3))
+    F1, KL = (values[4:] / tokens).unflatten(0, (2, -1))  # [T, E] each
+    order_bound, order_bound_se = _mean_and_error((F1 - KL).sum(0)) if scored is not None else (None, None)
     known = [log_likelihood for log_likelihood in exact if log_likelihood is not None]
     return BoundReport(
         budget=budget,
         num_examples=examples,
-        order_bound=order_mean,
-        order_bound_se=order_se,
+        samples=samples,
+        price=nearest,
+        order_bound=order_bound,
+        order_bound_se=order_bound_se,
         reconstruction=F1.mean(1).tolist(),
         order_kl=KL.mean(1).tolist(),
-        mdm_bound=mdm_mean,
-        mdm_bound_se=mdm_se,
+        self_bound=J[0],
+        self_bound_se=J[1],
+        many_sample_bound=many[0],
+        many_sample_bound_se=many[1],
+        steps=float(values[2].mean()),
+        mdm_bound=mdm[0],
+        mdm_bound_se=mdm[1],
         entropy=None if task.entropy is None else task.entropy / float(tokens.mean()),
         true_log_likelihood=float((torch.cat(known) / tokens).mean()) if known else None,
     )
+
+
+def _scored_terms(objective: OrderObjective | None, truth: Examples, ids: Tensor) -> list[Tensor]:
+    """E_Q[F1] by t = 0..T-1 and then E_Q[KL], 2T of [B]; without a scorer nothing."""
+    if objective is None:
+        return []
+    scores = objective.scores(truth)
+    terms = [objective.terms(truth, ids, torch.full_like(ids, t), scores)[0] for t in range(objective.budget)]
+    return [*(term.reconstruction.mean(-1) for term in terms), *(term.order_kl.mean(-1) for term in terms)]
+
+
+def _plain_bound(plain: OrderModel, truth: Examples, ids: Tensor, budget: int, seed: int) -> Tensor:
+    """[B]: sum_t 1 / (t+1) sum over masks of log mu, every position masked with probability (t+1) / T."""
+    batch, layout = with_layout(truth, plain.denoiser)
+    terms = []
+    for t in range(budget):
+        drawn = uniforms(seed, Purpose.MASKING, t, ids[:, None], batch.position)
+        masked = batch.response & (drawn < (t + 1) / budget)
+        terms.append(read_denoiser(plain.denoiser, batch.tokens, masked, layout).log_mu.sum(-1).double() / (t + 1))
+    return torch.stack(terms).sum(0)
 
 
 def _mean_and_error(values: Tensor) -> tuple[float, float]:

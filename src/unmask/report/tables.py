@@ -238,11 +238,18 @@ def area_table(records: Sequence[Record]) -> ResultTable:
 
 
 def bound_table(bound: BoundReport, run: str) -> ResultTable:
-    """The learned order's bound, and what it is to be compared with."""
-    rows = [[f"learned order, T = {bound.budget}", f"{bound.order_bound:.4f}", f"{bound.order_bound_se:.4f}"]]
-    for t, (reconstruction, kl) in enumerate(zip(bound.reconstruction, bound.order_kl, strict=True)):
-        step = bound.budget - 1 - t
-        rows.append([f"  step {step} (t = {t}): reconstruction, order KL", f"{reconstruction:.4f}, {kl:.4f}", ""])
+    """The learned order's bounds, and what they are to be compared with."""
+    rows = []
+    if bound.order_bound is not None:
+        rows.append([f"learned order, T = {bound.budget}", f"{bound.order_bound:.4f}", f"{bound.order_bound_se:.4f}"])
+        for t, (reconstruction, kl) in enumerate(zip(bound.reconstruction, bound.order_kl, strict=True)):
+            step = bound.budget - 1 - t
+            rows.append([f"  step {step} (t = {t}): reconstruction, order KL", f"{reconstruction:.4f}, {kl:.4f}", ""])
+    at = f"T = {bound.budget}" + ("" if bound.price is None else f", price {bound.price:g}")
+    name = f"its selector alone (J), {at}, {bound.steps:.2f} steps"
+    rows.append([name, f"{bound.self_bound:.4f}", f"{bound.self_bound_se:.4f}"])
+    name = f"  the same from {bound.samples} samples"
+    rows.append([name, f"{bound.many_sample_bound:.4f}", f"{bound.many_sample_bound_se:.4f}"])
     name = f"plain denoiser, IID order, {bound.budget} steps"
     rows.append([name, f"{bound.mdm_bound:.4f}", f"{bound.mdm_bound_se:.4f}"])
     if bound.true_log_likelihood is not None:
