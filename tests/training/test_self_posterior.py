@@ -170,6 +170,7 @@ def test_a_run_with_it(tmp_path):
         ("order.least_budget=9", "least_budget = 9 must be at most budget = 2"),
         ("order.prices=[2.0, 1.0]", "prices must be two"),
         ("order.start=threshold", "start = 'threshold' needs prices"),
+        ("order.start=eb", "start must be iid or threshold, got 'eb'$"),
     ],
 )
 def test_what_does_not_go_together(tmp_path, override, message):
@@ -182,6 +183,18 @@ def test_its_options_need_it(tmp_path):
         recipe_of(tmp_path, "order.posterior=scorer", "order.prices=[0.1, 1.0]")
 
 
-def test_a_negative_price():
+def test_a_reward_needs_a_checker(tmp_path):
+    recipe = recipe_of(tmp_path, "task.name=text", "order.reward=true")
+    with pytest.raises(UserError, match=r"^order.reward needs a checker, and task text has none: leave it out$"):
+        train(recipe, tmp_path / "run", cpu=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_prices_that_cannot_be():
     with pytest.raises(UserError, match="price must be 0 or more, got -1"):
         Learned(model_of().selector, price=-1.0)
+    without = Learned(model_of(prices=()).selector, price=1.0)
+    with pytest.raises(UserError, match="trained without prices: leave price out"):
+        without.check(BUDGET, torch.tensor([4]))
+    with pytest.raises(UserError, match="start must be iid or threshold, got 'eb'"):
+        SelectorConfig(8, 1, 2, BUDGET, start="eb")

@@ -93,6 +93,7 @@ class SelectorConfig:
         require(self.budget >= 1, f"a selector needs a budget T >= 1, got {self.budget}")
         ordered = not self.prices or (len(self.prices) == 2 and 0 < self.prices[0] < self.prices[1])
         require(ordered, f"prices must be two, above 0, the lower one first, got {list(self.prices)}")
+        require(self.start in ("iid", "threshold"), f"start must be iid or threshold, got {self.start!r}")
         known = self.start == "iid" or bool(self.prices)
         require(known, "start = 'threshold' needs prices, from which its threshold follows: set order.prices")
         self.shape  # noqa: B018  # checks width and heads

@@ -75,6 +75,8 @@ class Task(ABC):
     with a default.  Only `name`, `vocabulary`, `length`, `examples` and `valid` are required.
     """
 
+    has_checker = True  # False: `valid` is no more than equality with the example, and nothing to learn from
+
     @property
     @abstractmethod
     def name(self) -> str:

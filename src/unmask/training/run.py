@@ -69,6 +69,8 @@ def train(
         start = "give the run folder of a finished `unmask train`, or an SMDM .safetensors file"
         raise UserError(f"init = {recipe.init!r}: no such folder or file; {start}")
     task = make_task(**recipe.task)
+    if recipe.order is not None and recipe.order.reward and not task.has_checker:
+        raise UserError(f"order.reward needs a checker, and task {task.name} has none: leave it out")
     task.check()
     with ExitStack() as stack:
         precision = precision_on("cpu" if cpu or not torch.accelerator.is_available() else "gpu", recipe.precision)

@@ -39,6 +39,7 @@ class Text(Task):
 
     name = "text"
     unconditional = True
+    has_checker = False
 
     def __post_init__(self) -> None:
         check_range(self, "length", 1, LONGEST)
