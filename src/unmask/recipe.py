@@ -143,6 +143,7 @@ class OrderRecipe(Optimisation):
     spread: float = 0.0  # of the selector's logits at the start, where positions look alike
     least_budget: int = 0  # half of the sequences have a budget between this and `budget`; 0: all have `budget`
     reward: bool = False  # learn from whether the answer is valid, not from the likelihood
+    reference_weight: float = 0.0  # of the KL from the rule of `start`, as in UPO; 0: none
     from_init: bool = False  # train the order of the run that `init` names further, instead of a fresh one
     denoiser_rate: float = 0.0  # 0: frozen
     continued: str = ""  # joint: a run that has trained the denoiser further; "": this run does, into RUN/baseline
@@ -166,8 +167,8 @@ class OrderRecipe(Optimisation):
         _check_range(self, 0, "denoiser_rate", "selector_rate", "scorer_rate", high=1)
         if self.teacher:
             parse_teacher(self.teacher)
-        _check_range(self, 0, "spread", "least_budget")
-        own = ("prices", "start", "spread", "least_budget", "reward")
+        _check_range(self, 0, "spread", "least_budget", "reference_weight")
+        own = ("prices", "start", "spread", "least_budget", "reward", "reference_weight")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         if self.posterior == "scorer" and (given := [name for name in own if getattr(self, name) != defaults[name]]):
             raise UserError(f"{given[0]} is for posterior = 'selector': set that, or leave it out")

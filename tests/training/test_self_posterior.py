@@ -1,5 +1,6 @@
 """The objective with the selector as its own posterior: a naive reference, the start, and what a recipe may ask."""
 
+import copy
 import math
 
 import pytest
@@ -39,11 +40,20 @@ def examples(extra=0):
     return padded(SEQUENCES, RESPONSES, left=True, extra=extra)
 
 
+def as_it_starts(model):
+    """The selector with f = 0."""
+    selector = copy.deepcopy(model.selector)
+    with torch.no_grad():
+        for parameter in selector.out.parameters():
+            parameter.zero_()
+    return selector
+
+
 @torch.no_grad()
 def naive(model, tokens, response, name, trajectory, budget, price, writes=False):
     """One trajectory of one sequence alone: what each step gained and decided, and the tokens at the end."""
     masked, truth, rows = response.clone(), tokens, []
-    tokens = tokens.clone()
+    tokens, rule = tokens.clone(), as_it_starts(model)
     for index in range(budget):
         if not masked.any():
             break
@@ -51,29 +61,35 @@ def naive(model, tokens, response, name, trajectory, budget, price, writes=False
         log_p = model.denoiser.logits(hidden).log_softmax(-1)
         said = torch.where(masked[..., None], features(confidence(log_p)), 0.0)
         t, total = torch.tensor([budget - 1 - index]), torch.tensor([budget])
-        logits = model.selector(hidden, said, masked[None], t, None, total, torch.tensor([price], dtype=torch.float64))
+        asked = (hidden, said, masked[None], t, None, total, torch.tensor([price], dtype=torch.float64))
+        logits, by_rule = model.selector(*asked), rule(*asked)
         position = torch.tensor([*range(len(tokens)), 2**31])
         draws = uniforms(SEED, Purpose.TRAJECTORY, name, trajectory, index, position, dtype=torch.float64)
         reveal = masked.clone()
         if t > 0:
             reveal = model.selection.sample(logits, masked[None], draws[None])[0]
         log_mu = log_p[0].gather(-1, truth[:, None])[:, 0]
-        decided = model.selection.log_prob(reveal[None], logits, masked[None])[0] if t > 0 else torch.zeros(())
-        rows.append((float(log_mu[reveal].sum()), float(decided)))
+        both = (model.selection.log_prob(reveal[None], given, masked[None])[0] for given in (logits, by_rule))
+        decided, ruled = both if t > 0 else torch.zeros(2)
+        rows.append((float(log_mu[reveal].sum()), float(decided), float(decided - ruled)))
         if writes:
             tokens = torch.where(reveal, log_p[0].argmax(-1), tokens)
         masked = masked & ~reveal
     return rows, tokens
 
 
-@pytest.mark.parametrize("writes", [False, True])
-def test_every_trajectory_is_that_of_the_sequence_alone(writes):
+@pytest.mark.parametrize(("writes", "start"), [(False, "iid"), (False, "threshold"), (True, "iid")])
+def test_every_trajectory_is_that_of_the_sequence_alone(writes, start):
     """Whatever the padding; gains, decisions and tokens, with budgets and prices of their own."""
-    model, budget, price = model_of(), torch.tensor([4, 2, 3]), torch.tensor([0.1, 1.0, 3.0], dtype=torch.float64)
+    model, budget, price = (
+        model_of(start=start),
+        torch.tensor([4, 2, 3]),
+        torch.tensor([0.1, 1.0, 3.0], dtype=torch.float64),
+    )
     for extra in (0, 2):
         batch = examples(extra)
         checker = FixedTask(batch) if writes else None
-        objective = SelfObjective(model, K, BUDGET, SEED, checker=checker, temperature=0.0)
+        objective = SelfObjective(model, K, BUDGET, SEED, checker=checker, temperature=0.0, reference_weight=0.1)
         found = objective.orders(batch, IDS, budget, price)
         T = len(found.gain)
         for row, (sequence, where) in enumerate(zip(SEQUENCES, RESPONSES, strict=True)):
@@ -84,10 +100,11 @@ def test_every_trajectory_is_that_of_the_sequence_alone(writes):
                 assert int(found.holds_mask[:, row, trajectory].sum()) == len(steps)
                 real = batch.attention_mask[row]
                 assert found.tokens[row, trajectory][real].tolist() == written.tolist()
-                for index, (gained, decided) in enumerate(steps):
+                for index, (gained, decided, deviation) in enumerate(steps):
                     at = T - 1 - index, row, trajectory
                     assert found.gain[at].item() == pytest.approx(0.0 if writes else gained, abs=1e-10)
                     assert found.log_p[at].item() == pytest.approx(decided, abs=1e-10)
+                    assert found.deviation[at].item() == pytest.approx(deviation, abs=1e-10)
 
 
 def test_the_loss_is_that_of_the_estimator_and_reaches_the_selector_alone():
@@ -128,6 +145,20 @@ def test_the_reward_is_the_tasks_verdict():
     assert float(outcome.metrics["value"]) == pytest.approx(float((right - PRICES[0] * steps).mean()), abs=1e-6)
 
 
+def test_the_kl_from_the_rule_of_the_start():
+    """None at first; later it is in the value with its weight, and is told."""
+    batch, u, model = examples(), torch.zeros(3), model_of(start="threshold")
+    plain, pulled = (
+        SelfObjective(model, K, BUDGET, SEED, reference_weight=weight)(batch, IDS, u).metrics for weight in (0.0, 0.5)
+    )
+    assert float(pulled["value"]) == pytest.approx(float(plain["value"] - 0.5 * pulled["reference_kl"]), abs=1e-6)
+    assert abs(float(pulled["reference_kl"])) > 0.01
+    assert "reference_kl" not in plain
+    model.selector = as_it_starts(model)
+    at_first = SelfObjective(model, K, BUDGET, SEED, reference_weight=0.5)(batch, IDS, u)
+    assert float(at_first.metrics["reference_kl"]) == pytest.approx(0.0, abs=1e-10)
+
+
 def test_at_the_start_it_is_a_threshold():
     """s >= 0 where c >= c*, at every price; c* from 0.995 to 0.6."""
     selector = Selector(SelectorConfig(8, 1, 2, BUDGET, prices=PRICES, start="threshold"), 16)
@@ -150,13 +181,14 @@ def recipe_of(tmp_path, *overrides):
 
 def test_a_run_with_it(tmp_path):
     """Trained, saved, loaded, and generating at another number of steps and at a price."""
-    recipe = recipe_of(tmp_path, "order.prices=[0.1, 2.0]", "order.budget=3", "order.spread=2.0", "order.reward=true")
+    options = ("order.prices=[0.1, 2.0]", "order.budget=3", "order.spread=2.0", "order.reward=true")
+    recipe = recipe_of(tmp_path, *options, "order.reference_weight=0.1")
     train(recipe, tmp_path / "run", cpu=True)
     model = OrderModel.from_pretrained(tmp_path / "run")
     assert model.scorer is None
     assert model.selector.prices == (0.1, 2.0)
     recorded = [line for line in json_lines(tmp_path / "run" / "metrics.jsonl") if line.get("stage") == "order"]
-    assert {"reward", "q_steps", "value"} <= recorded[-1].keys()
+    assert {"reward", "q_steps", "value", "reference_kl"} <= recorded[-1].keys()
     Learned(model.selector, price=0.5).check(7, torch.tensor([4]))
     with pytest.warns(UserWarning, match=r"price 5 is outside the range that was trained, 0.1 to 2"):
         Learned(model.selector, price=5.0).check(7, torch.tensor([4]))

@@ -144,6 +144,48 @@ def test_counting_the_gain_of_earlier_steps_is_unbiased_but_noisier():
     assert spread(unscaled) < 0.95 * spread(mistaken("the gain of earlier steps counted too"))
 
 
+def check_reference(selection, mistake=""):
+    """J_lambda - w KL(P || P_ref) and its gradient, both over all trajectories, P_ref another tiny model's selector."""
+    weight, response = 0.7, torch.ones(3, dtype=torch.bool)
+    tables, rule = tiny(selection, budget=BUDGET), tiny(selection, budget=BUDGET, seed=9)
+    log_p, log_rule = (every_trajectory(m, response)[1] for m in (tables.model, rule.model))
+    kl = log_p.sum(0).exp() @ (log_p - log_rule).sum(0)
+    exact = exact_value(tables.model, response) - weight * kl
+    penalty = weight * (log_p - log_rule)
+    penalty = penalty if mistake == "with its graph" else penalty.detach()
+    if mistake == "the reference forgotten":
+        penalty = weight * log_p.detach()
+    if mistake == "pulled away":
+        penalty = -penalty
+    if mistake == "paid at the first step only":
+        penalty = torch.cat([torch.zeros_like(penalty[:-1]), penalty[-1:]])
+
+    def estimate(gain, log_p, holds_mask, price, reward):
+        tuples = torch.cartesian_prod(*[torch.arange(penalty.shape[1])] * K)
+        return estimate_self(gain, log_p, holds_mask, price, penalty=penalty[:, tuples], scaled=False)
+
+    value, loss = averaged(tables.model, response, estimate)
+    assert abs(float((value - exact).detach())) < 1e-10
+    for parameter in (tables.theta, tables.psi):
+        (truth,) = torch.autograd.grad(exact, parameter, retain_graph=True)
+        (ours,) = torch.autograd.grad(loss, parameter, retain_graph=True)
+        assert truth.abs().max() > 1e-3, "the test has no power"
+        assert (truth + ours).abs().max() < 1e-10, "biased"
+
+
+@BOTH
+def test_with_a_reference_rule(selection):
+    check_reference(selection)
+
+
+@pytest.mark.parametrize(
+    "mistake", ["the reference forgotten", "pulled away", "paid at the first step only", "with its graph"]
+)
+def test_planted_mistakes_with_a_reference_are_found(mistake):
+    with pytest.raises(AssertionError):
+        check_reference(NonEmpty(), mistake)
+
+
 @BOTH
 def test_the_bounds(selection):
     """J <= the bound from 2 samples <= from 3 <= log P, each averaged exactly."""

@@ -184,7 +184,7 @@ class Selector(nn.Module):
         seen [..., 6 or 7]: three confidences, masked or not, t, T and the price.
         """
         confidences, masked, t, total, price = seen.split([3, 1, 1, 1, len(self.prices) // 2], dim=-1)
-        log_odds = torch.where(masked > 0, torch.logit(confidences[..., :1], eps=self.NEAREST_TO_ONE), 0.0)
+        log_odds = self._log_odds(confidences, masked > 0)
         read = torch.cat([confidences, log_odds, masked], dim=-1)
         time = torch.cat([t / total, 1 / t, t.log(), total.log(), price.log()], dim=-1)
         x = self.read_hidden(hidden) + self.read_confidences(read.to(hidden.dtype))
@@ -194,13 +194,25 @@ class Selector(nn.Module):
         rotary = rotary_angles(positions, self.shape.width // self.shape.heads, self.shape.rope_theta)
         for block in self.blocks:
             x = block(x, rotary, attend)
-        f = _in_full_precision(self.out, self.norm(x))
+        return _in_full_precision(self.out, self.norm(x)) + self._start(log_odds, t, price)[..., 0]
+
+    def start_logits(self, confidences: Tensor, masked: Tensor, t: Tensor, price: Tensor) -> Tensor:
+        """start_n [B, L]: the rule alone, f = 0.  The arguments are those of `forward`."""
+        log_odds = self._log_odds(full_precision(confidences), masked[..., None])
+        t, price = (word.to(log_odds.dtype)[:, None, None].expand_as(log_odds) for word in (t.clamp(min=1), price))
+        return self._start(log_odds, t, price.clamp(*self.prices) if self.prices else price)[..., 0]
+
+    def _log_odds(self, confidences: Tensor, masked: Tensor) -> Tensor:
+        """logit c [..., 1] from confidences [..., 3] and masked [..., 1] bool; 0 where not masked."""
+        return torch.where(masked, torch.logit(confidences[..., :1], eps=self.NEAREST_TO_ONE), 0.0)
+
+    def _start(self, log_odds: Tensor, t: Tensor, price: Tensor) -> Tensor:
+        """[..., 1] from [..., 1] each."""
         if self.config.start == "iid":
-            return f - t[..., 0].log()
+            return -t.log()
         low, high = (math.log(end) for end in self.prices)
         first, last = (math.log(c / (1 - c)) for c in self.THRESHOLDS)
-        threshold = first + (last - first) * (price.log() - low) / (high - low)
-        return f + self.BETA * (log_odds - threshold)[..., 0]
+        return self.BETA * (log_odds - (first + (last - first) * (price.log() - low) / (high - low)))
 
 
 class OrderScorer(nn.Module):

@@ -193,8 +193,9 @@ class _Training:
             checker, temperature = self.task if how.reward else None, self.recipe.evaluate.temperature
             least = how.least_budget or how.budget
             objective = SelfObjective(
-                model, how.trajectories, least, seed, checker=checker, temperature=temperature, **shared
-            )
+                model, how.trajectories, least, seed, checker=checker, temperature=temperature,
+                reference_weight=how.reference_weight, **shared,
+            )  # fmt: skip
         else:
             baselines: dict[str, Baseline] = {
                 "leave-one-out": LeaveOneOut(),

@@ -30,6 +30,7 @@ class Orders(NamedTuple):
 
     gain: Tensor  # g_t, with its graph where the denoiser learns
     log_p: Tensor  # log P(r_t | x_{t+1}) with its graph; 0 where nothing was decided
+    deviation: Tensor  # log P - log P_ref of r_t, without a graph; 0 without a reference
     holds_mask: Tensor  # bool: x_{t+1} holds a mask
     tokens: Tensor  # [B, k, L]: the true ones, or with a checker those that were written
 
@@ -40,6 +41,7 @@ class SelfObjective(nn.Module):
     Every sequence has a price, log-uniform in the selector's range, and a budget: T for one half of them, for the
     others uniform in {least_budget, ..., T}.  Its k trajectories share both.
     checker: the task that judges the tokens, which are then the denoiser's own, chosen at `temperature`.
+    reference_weight: of the KL from the rule that the selector started as; 0: none.
 
     The selector's graph is recomputed step by step in the backward pass: only what it reads is kept.
     """
@@ -53,12 +55,14 @@ class SelfObjective(nn.Module):
         *,
         checker: Task | None = None,
         temperature: float = 1.0,
+        reference_weight: float = 0.0,
         learn_denoiser: bool = False,
         compile: bool = False,
     ) -> None:
         super().__init__()
         self.model, self.trajectories, self.least_budget, self.seed = model, trajectories, least_budget, seed
         self.checker, self.choice, self.learn_denoiser = checker, TokenChoice(temperature), learn_denoiser
+        self.reference_weight = reference_weight
         self.read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _read
         if compile:
             self.read = torch.compile(_read, dynamic=True)
@@ -75,8 +79,11 @@ class SelfObjective(nn.Module):
         if self.checker is not None:
             reward = self._judged(orders.tokens, examples).to(price)
         price = price if self.model.selector.prices else torch.zeros_like(price)
-        estimate = estimate_self(orders.gain, orders.log_p, orders.holds_mask, price, reward)
+        penalty = self.reference_weight * orders.deviation
+        estimate = estimate_self(orders.gain, orders.log_p, orders.holds_mask, price, reward, penalty=penalty)
         metrics = {"value": estimate.value.mean(), "q_steps": steps.mean()}
+        if self.reference_weight:
+            metrics["reference_kl"] = orders.deviation.sum(0).mean()
         if reward is None:
             num_response = to_device(examples.num_response, device)
             metrics["elbo"] = (orders.gain.detach().sum(0).mean(-1) / num_response).mean()
@@ -100,33 +107,37 @@ class SelfObjective(nn.Module):
         assert selector is not None
         tokens, masked = (part.repeat_interleave(k, 0) for part in (examples.tokens, examples.response))  # [B k, L]
         num_masked = examples.num_response.repeat_interleave(k)  # [B k], on the CPU
-        steps: list[tuple[Tensor, Tensor, Tensor]] = []
+        steps: list[list[Tensor]] = []
         for index in range(int(budget.max())):
             rows = num_masked.nonzero()[:, 0]  # [R]
             if not len(rows):
                 break
             asked = torch.arange(0, size, k) if index == 0 else rows
             there, at = to_device(asked, masked.device), masked[asked.to(masked.device)]
-            log_mu, proposed, logits = self._ask(
+            log_mu, proposed, logits, rule = self._ask(
                 examples.rows(asked // k), tokens[there], at, int(num_masked[asked].sum()), index,
                 budget[there // k], price[there // k], ids[there // k],
             )  # fmt: skip
             if index == 0:
-                log_mu, proposed, logits = (part.repeat_interleave(k, 0) for part in (log_mu, proposed, logits))
+                first = (log_mu, proposed, logits, rule)
+                log_mu, proposed, logits, rule = (part.repeat_interleave(k, 0) for part in first)
                 there = to_device(rows, masked.device)
                 at = masked[there]
             forced = budget[there // k] == index + 1  # [R]: t = 0
             draws = self._uniforms(Purpose.TRAJECTORY, examples, ids, there, index)
             reveal = at & (forced[:, None] | selector.selection.sample(logits.detach(), at, draws))
             decided = torch.where(forced, 0.0, selector.selection.log_prob(reveal, logits, at))
+            deviation = torch.zeros_like(decided)
+            if self.reference_weight:
+                deviation = torch.where(forced, 0.0, decided.detach() - selector.selection.log_prob(reveal, rule, at))
             gained = torch.where(reveal, log_mu, 0.0).sum(-1)
-            steps.append(tuple(scatter(part, there, (size,)) for part in (gained, decided, at.any(-1))))  # type: ignore[arg-type]
+            steps.append([scatter(part, there, (size,)) for part in (gained, decided, deviation, at.any(-1))])
             if self.checker is not None:
                 tokens[there] = torch.where(reveal, proposed, tokens[there])
             masked[there] = at & ~reveal
             num_masked = masked.sum(-1).cpu()  # the device is waited for
-        gain, log_p, holds_mask = (torch.stack(part[::-1]).view(len(part), -1, k) for part in zip(*steps, strict=True))
-        return Orders(gain, log_p, holds_mask, tokens.view(-1, k, tokens.shape[-1]))
+        told = (torch.stack(part[::-1]).view(len(part), -1, k) for part in zip(*steps, strict=True))
+        return Orders(*told, tokens=tokens.view(-1, k, tokens.shape[-1]))
 
     def _ask(
         self,
@@ -138,8 +149,11 @@ class SelfObjective(nn.Module):
         budget: Tensor,
         price: Tensor,
         ids: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """At step `index` of R rows: log mu of the true tokens, the tokens proposed, the selector's logits, [R, L]."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """At step `index` of R rows, [R, L]: log mu of the true tokens, the tokens proposed, the selector's logits.
+
+        And those of the rule that it started as, where they are needed.
+        """
         model = self.model
         assert model.selector is not None
         examples, layout = with_layout(examples, model)
@@ -154,11 +168,13 @@ class SelfObjective(nn.Module):
                 u = uniforms(self.seed, Purpose.TOKEN, ids[:, None], index, examples.position, dtype=torch.float64)
                 chosen = self.choice.sample(reading.logits.detach(), u.flatten()[reading.at])
             proposed = reading.spread(chosen)
+        seen, t = reading.spread(seen), budget - 1 - index
         logits = checkpoint(
-            model.selector, reading.hidden.detach(), reading.spread(seen), masked, budget - 1 - index, layout, budget,
-            price, use_reentrant=False, preserve_rng_state=False,
+            model.selector, reading.hidden.detach(), seen, masked, t, layout, budget, price, use_reentrant=False,
+            preserve_rng_state=False,
         )  # fmt: skip
-        return reading.spread(log_mu), proposed, logits
+        rule = model.selector.start_logits(seen, masked, t, price) if self.reference_weight else logits
+        return reading.spread(log_mu), proposed, logits, rule
 
     def _uniforms(self, purpose: Purpose, examples: Examples, ids: Tensor, there: Tensor, index: int) -> Tensor:
         """[R, L + 1]: functions of seed, id, trajectory, step and position alone; the last is for the whole step."""

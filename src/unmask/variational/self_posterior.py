@@ -12,6 +12,12 @@ with b_t the mean G_t of the other k - 1 trajectories of the same x_0 at the sam
 G_t = 0.  theta gets the plain gradient of g.  With tokens that the model writes itself and a reward for the whole
 sequence in the place of the likelihood, G_t = reward - lambda (steps left).
 
+A reference rule P_ref with a weight w keeps the order near a rule (UPO, Hong et al. 2025):
+
+    J_lambda - w KL(P || P_ref),    KL = E_P[ sum_t d_t ],    d_t = log P(r_t | x_{t+1}) - log P_ref(r_t | x_{t+1})
+
+has the same gradient with g_s - w d_s in the place of g_s: grad d_t has mean zero, so d carries no graph.
+
 Legend: T steps, indexed by t; B sequences; k trajectories of each.  `holds_mask[t]`: x_{t+1} holds a mask.
 """
 
@@ -46,18 +52,21 @@ def estimate_self(
     price: Tensor,
     reward: Tensor | None = None,
     *,
+    penalty: Tensor | None = None,
     scaled: bool = True,
 ) -> SelfEstimate:
     """The estimate and its surrogate loss from g and log P(r_t | x_{t+1}) [T, B, k], both with their graphs.
 
     log_p is 0 where a step decides nothing: at t = 0, and where no mask is left.
+    penalty: w d [T, B, k], without a graph; the value is then that of J_lambda - w KL.
     scaled: divide the advantages by their root mean square over the batch, so that the step does not depend on the
         unit of the gain.  The direction of the expected gradient stays the same, its length does not.
     """
     baseline, k = LeaveOneOut(), gain.shape[-1]
     if k < baseline.min_trajectories:
         raise ValueError(f"the selector as its own posterior needs k >= 2 trajectories per sequence, got k = {k}")
-    G = returns(gain.detach(), holds_mask, price, reward)
+    earned = gain.detach() if penalty is None else gain.detach() - penalty
+    G = returns(earned, holds_mask, price, reward)
     advantage = torch.where(holds_mask, G - baseline(G, torch.empty(0)), 0.0)
     if scaled:
         mean_square = advantage.square().sum() / holds_mask.sum().clamp(min=1)
