@@ -133,7 +133,7 @@ class OrderRecipe(Optimisation):
     budget: int = 0  # T
     trajectories: int = 8  # k
     tau: float = 0.1
-    selection: Literal["nonempty", "bernoulli"] = "nonempty"
+    selection: Literal["nonempty", "bernoulli", "one"] = "nonempty"  # one: a token per step, as LO-ARM, T = N
     baseline: Literal["leave-one-out", "none", "moving-average"] = "leave-one-out"
     posterior: Literal["scorer", "selector"] = "scorer"  # over orders; selector: it is its own, and there is no scorer
     teacher: str = ""  # a rule, such as threshold:0.9, from whose order the posterior starts; "": from a random one

@@ -11,6 +11,7 @@ from torch import nn
 from tests.decoding.small import BUILT_IN
 from tests.evaluation.by_hand import flat
 from tests.training.small import FixedTask, json_lines, padded, single, small_model
+from tests.variational.test_lo_arm import exact_bound as exact_lo_arm_bound
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import (
     IID,
@@ -585,6 +586,20 @@ def test_the_selectors_own_bound_is_unbiased_and_grows_with_the_samples():
     assert abs(many.many_sample_bound - limit) < 0.01 + 5 * many.many_sample_bound_se
     assert many.samples == 64
     assert many.price is None
+
+
+@torch.no_grad()
+def test_the_bound_of_lo_arm_is_unbiased():
+    """Its own posterior, one token per step: the sum over all orders, within five standard errors."""
+    for row in range(3):
+        model = small_model(budget=BUDGET, selection="one")
+        x0, response = single(ROWS, row)
+        one = padded([x0.tolist()], [response.tolist()], left=True, extra=1)
+        bound = bound_of(model, one, examples=1500, samples=1)
+        exact = exact_lo_arm_bound(tiny_of(model), x0, BUDGET, response) / response.sum()
+        assert 0 < bound.order_bound_se < 0.02, "the test has power"
+        assert abs(bound.order_bound - exact) < 5 * bound.order_bound_se
+        assert bound.steps == BUDGET
 
 
 def test_one_sample_is_the_bound_itself():

@@ -8,7 +8,8 @@ import torch
 
 from tests.training.small import TINY_RECIPE, FixedTask, json_lines, padded
 from unmask.decoding.confidence import confidence, features
-from unmask.decoding.policies import Learned, Threshold, parse_policy
+from unmask.decoding.generate import generate
+from unmask.decoding.policies import Learned, OneAtATime, Threshold, parse_policy
 from unmask.errors import UserError
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Selector, SelectorConfig
@@ -192,6 +193,20 @@ def test_a_run_with_it(tmp_path):
     Learned(model.selector, price=0.5).check(7, torch.tensor([4]))
     with pytest.warns(UserWarning, match=r"price 5 is outside the range that was trained, 0.1 to 2"):
         Learned(model.selector, price=5.0).check(7, torch.tensor([4]))
+
+
+@pytest.mark.parametrize("posterior", ["scorer", "selector"])
+def test_one_token_per_step(tmp_path, posterior):
+    """LO-ARM, and the same form with the selector as its own posterior: trained, and decoded as trained."""
+    recipe = recipe_of(tmp_path, f"order.posterior={posterior}", "order.selection=one", "order.budget=4")
+    train(recipe, tmp_path / "run", cpu=True)
+    model = OrderModel.from_pretrained(tmp_path / "run")
+    recorded = [line for line in json_lines(tmp_path / "run" / "metrics.jsonl") if line.get("stage") == "order"]
+    assert recorded[-1]["q_steps"] == 4
+    canvas = torch.full((5, 4), model.denoiser.mask_token_id)
+    for policy in (Learned(model.selector), Learned(model.selector, deterministic=True), OneAtATime(model.selector)):
+        out = generate(model.denoiser, canvas, policy=policy, max_steps=4, seed=0)
+        assert out.reveal_step.sort(-1).values.tolist() == [[0, 1, 2, 3]] * 5
 
 
 @pytest.mark.parametrize(

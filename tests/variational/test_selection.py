@@ -5,18 +5,19 @@ import pytest
 import torch
 
 from tests.statistics import assert_follows
-from unmask.variational.selection import Bernoulli, NonEmpty, draw_first
+from unmask.variational.selection import Bernoulli, NonEmpty, OneByOne, draw_first
 
 LOGITS = torch.tensor([0.4, -1.3, 2.0, 0.1], dtype=torch.float64)
 MASKED = torch.tensor([True, True, False, True])
 FORMS = [Bernoulli(), NonEmpty()]
+ALL = [*FORMS, OneByOne()]
 
 
 def subsets(masked):
     return torch.tensor(list(product(*[(False, True) if m else (False,) for m in masked.tolist()])))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL)
 def test_probabilities_sum_to_one_over_the_masked_subsets(form):
     reveals = subsets(MASKED)
     total = form.log_prob(reveals, LOGITS, MASKED.expand_as(reveals)).exp().sum()
@@ -45,6 +46,16 @@ def test_kl_is_the_sum_over_subsets(form):
     assert form.kl(log_q, LOGITS, MASKED).item() == pytest.approx(slow, abs=1e-10)
 
 
+def test_one_by_one_is_a_softmax():
+    p = torch.where(MASKED, LOGITS.exp(), 0.0) / LOGITS[MASKED].exp().sum()
+    q = torch.tensor([0.2, 0.7, 0.0, 0.1], dtype=torch.float64)
+    alone = torch.eye(4, dtype=torch.bool)[MASKED]
+    assert torch.allclose(OneByOne().log_prob(alone, LOGITS, MASKED.expand_as(alone)).exp(), p[MASKED])
+    wanted = sum(q[n] * (q[n] / p[n]).log() for n in range(4) if MASKED[n])
+    assert OneByOne().kl(q.log(), LOGITS, MASKED).item() == pytest.approx(wanted.item(), abs=1e-12)
+    assert OneByOne().log_prob(~MASKED & False, LOGITS, ~MASKED & False) == 0, "nothing is masked"
+
+
 def test_nonempty_kl_is_never_larger():
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(500, 5, dtype=torch.float64, generator=generator)
@@ -56,7 +67,7 @@ def test_nonempty_kl_is_never_larger():
     assert (ours >= -1e-12).all()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL)
 def test_samples_follow_log_prob(form):
     draws = 60_000
     uniforms = torch.rand(draws, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -68,7 +79,7 @@ def test_samples_follow_log_prob(form):
     assert_follows(observed.tolist(), expected.tolist())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL)
 def test_extreme_logits_stay_finite(form):
     masked = torch.tensor([[True] * 6, [False] * 6])
     log_q = torch.tensor([0.0, -1e-6, -3.0, -20.0, -1000.0, -0.5]).expand(2, -1)
@@ -130,7 +141,7 @@ def test_a_gpu_draws_what_the_cpu_draws(compile):
     assert torch.equal(drawn, NonEmpty().sample(logits, masked, uniforms))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ALL)
 def test_gradcheck_kl(form):
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(3, 4, dtype=torch.float64, generator=generator).requires_grad_()

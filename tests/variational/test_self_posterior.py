@@ -7,12 +7,12 @@ import torch
 
 from tests.variational.tiny import tiny
 from unmask.variational.enumeration import exact_log_likelihood, exact_self_bound
-from unmask.variational.selection import Bernoulli, NonEmpty
+from unmask.variational.selection import Bernoulli, NonEmpty, OneByOne
 from unmask.variational.self_posterior import SelfEstimate, estimate_self, many_sample_bound, returns
 
 X0 = torch.tensor([1, 0, 1])
 BUDGET, K, PRICE = 3, 2, 0.3
-BOTH = pytest.mark.parametrize("selection", [Bernoulli(), NonEmpty()])
+EACH = pytest.mark.parametrize("selection", [Bernoulli(), NonEmpty(), OneByOne()])
 
 
 def every_trajectory(model, response):
@@ -77,7 +77,7 @@ def check(selection, estimate=unscaled, seed=0, response=(True, True, True), wit
         assert (true_gradient + gradient).abs().max() < 1e-10, "biased"
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("with_reward", [False, True])
 def test_value_and_gradient_are_unbiased(selection, with_reward):
     for seed in (0, 1):
@@ -173,7 +173,7 @@ def check_reference(selection, mistake=""):
         assert (truth + ours).abs().max() < 1e-10, "biased"
 
 
-@BOTH
+@EACH
 def test_with_a_reference_rule(selection):
     check_reference(selection)
 
@@ -186,7 +186,7 @@ def test_planted_mistakes_with_a_reference_are_found(mistake):
         check_reference(NonEmpty(), mistake)
 
 
-@BOTH
+@EACH
 def test_the_bounds(selection):
     """J <= the bound from 2 samples <= from 3 <= log P, each averaged exactly."""
     model, response = tiny(selection, budget=BUDGET).model, torch.ones(3, dtype=torch.bool)

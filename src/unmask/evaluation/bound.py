@@ -27,6 +27,7 @@ from unmask.progress import progress
 from unmask.rng import Purpose, uniforms
 from unmask.runtime import Processes
 from unmask.tasks.task import Examples, Task
+from unmask.training.lo_arm import scored_objective
 from unmask.training.objectives import OrderObjective
 from unmask.training.reading import read_denoiser, with_layout
 from unmask.training.self_posterior import SelfObjective
@@ -103,7 +104,7 @@ def evaluate_bound(
     Learned(selector, price=price).check(budget, torch.empty(0))
     nearest = min(max(price, selector.prices[0]), selector.prices[1]) if selector.prices else None
     own = SelfObjective(model, samples, budget, seed)
-    scored = OrderObjective(model, samples, NoBaseline(), seed) if model.scorer is not None else None
+    scored = scored_objective(model)(model, samples, NoBaseline(), seed) if model.scorer is not None else None
     batches, lengths, exact = [], [], []
     with progress("bound", examples) as advance:
         for ids in torch.arange(examples).split(max(1, BATCH * 8 // max(8, samples))):

@@ -23,10 +23,10 @@ from unmask.jsonl import parse_json
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser, OrderScorer, Selector, SelectorConfig
 from unmask.runtime import available_memory
-from unmask.variational.selection import Bernoulli, NonEmpty, Selection
+from unmask.variational.selection import Bernoulli, NonEmpty, OneByOne, Selection
 
 FORMAT_VERSION = 4
-SELECTIONS: dict[str, Selection] = {form.name: form for form in (NonEmpty(), Bernoulli())}
+SELECTIONS: dict[str, Selection] = {form.name: form for form in (NonEmpty(), Bernoulli(), OneByOne())}
 MASK_TOKEN = "[MASK]"
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 

@@ -170,12 +170,16 @@ class OrderObjective(nn.Module):
 
     def bound(self, rollout: Rollout) -> tuple[BoundTerms, Tensor]:
         """F1 and KL [B, k], and log Q [B, k]."""
-        scores, response, t, drawn, which, *read = rollout
-        tau, shared = self.model.config.tau, (t == self.budget - 1)[:, None, None]
-        spread = (scatter(values, which, drawn.masked.shape[:2]) for values in read)
-        log_mu, logits = (torch.where(shared, values[:, :1], values) for values in spread)  # [B, k, L]
-        terms = bound_terms(scores, drawn.masked, t, tau, log_mu, logits, self.model.selection)
+        scores, response, t, drawn, tau = *rollout[:4], self.model.config.tau
+        terms = bound_terms(scores, drawn.masked, t, tau, *self.spread(rollout), self.model.selection)
         return terms, log_prob(scores, response, t, self.budget, tau, drawn)
+
+    def spread(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """log mu and the selector's logits of all trajectories [B, k, L]."""
+        shared, shape = (rollout.t == self.budget - 1)[:, None, None], rollout.drawn.masked.shape[:2]
+        spread = (scatter(values, rollout.which, shape) for values in (rollout.log_mu, rollout.logits))
+        log_mu, logits = (torch.where(shared, values[:, :1], values) for values in spread)
+        return log_mu, logits
 
     def rollout(self, examples: Examples, ids: Tensor, t: Tensor, scores: Tensor | None = None) -> Rollout:
         """Draw k trajectories per sequence down to x_{t+1}, and ask the networks there."""

@@ -27,6 +27,7 @@ from unmask.training.checkpoint import Checkpoint, CheckpointError, CheckpointFo
 from unmask.training.checkpointer import Checkpointer, stop_signal
 from unmask.training.compiled import compiled_networks
 from unmask.training.expected_time import warn_of_time
+from unmask.training.lo_arm import scored_objective
 from unmask.training.loop import Rates, Stage, run_stage
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import DenoiseObjective, OrderObjective
@@ -203,7 +204,7 @@ class _Training:
                 "moving-average": MovingAverage(how.budget),
             }
             weight = how.kl_weight
-            objective = OrderObjective(
+            objective = scored_objective(model)(
                 model, how.trajectories, baselines[how.baseline], seed, initial_kl_weight=weight, **shared
             )
         networks = {name: getattr(model, name) for name in ("denoiser", "selector", "scorer")}

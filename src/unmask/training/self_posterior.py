@@ -137,7 +137,8 @@ class SelfObjective(nn.Module):
             masked[there] = at & ~reveal
             num_masked = masked.sum(-1).cpu()  # the device is waited for
         told = (torch.stack(part[::-1]).view(len(part), -1, k) for part in zip(*steps, strict=True))
-        return Orders(*told, tokens=tokens.view(-1, k, tokens.shape[-1]))
+        gain, log_p, deviation, holds_mask = told
+        return Orders(gain, log_p, deviation, holds_mask, tokens.view(-1, k, tokens.shape[-1]))
 
     def _ask(
         self,

@@ -47,8 +47,15 @@ def bound_terms(
     the true token (read at masked positions only); selector_logits [B, k, N].
     Gradients: scores through q, log_mu through F1, selector_logits through KL.
     """
+    return terms_under(log_reveal(scores[:, None], masked, tau), masked, t, log_mu, selector_logits, selection)
+
+
+def terms_under(
+    log_q: Tensor, masked: Tensor, t: Tensor, log_mu: Tensor, selector_logits: Tensor, selection: Selection
+) -> BoundTerms:
+    """The same from log q [B, k, N], the marginal probabilities of a reveal at the masked positions."""
     forced = (t == 0)[:, None]  # [B, 1]
-    log_q = torch.where(forced[..., None], 0.0, log_reveal(scores[:, None], masked, tau))
+    log_q = torch.where(forced[..., None], 0.0, log_q)
     # Where the mask is off, log_mu may hold anything, -inf included: choose before multiplying.
     log_mu = torch.where(masked, full_precision(log_mu), 0.0)
     reconstruction = (log_q.exp() * log_mu).sum(-1)

@@ -1,11 +1,12 @@
-"""The two forms of the selector P(r_t | x_{t+1}): their probability, their exact KL from Q, and their exact sampler.
+"""The forms of the selector P(r_t | x_{t+1}): their probability, their exact KL from Q, and their exact sampler.
 
 Legend: s_n = `logits` [..., N], p_n = sigmoid(s_n); only masked positions count.  r = `reveal` [..., N] bool.
 
     bernoulli   P(r) = prod_n Bern(r_n; p_n)                                         the paper's; r = 0 is possible
     nonempty    P(r) = prod_n Bern(r_n; p_n) / (1 - prod_n (1 - p_n)),  r != 0       the same, given at least one reveal
+    one         P(r) = softmax(s)_n,  r = {n}                                        LO-ARM's; Q reveals one as well
 
-Q never reveals nothing, so for both forms, with q = exp(log_q),
+Q never reveals nothing, so for the first two, with q = exp(log_q),
 
     KL(Q || P) = sum_n KL(Bern(q_n) || Bern(p_n)) + log P(r != 0 under the product)      (the last term: nonempty only)
 """
@@ -99,6 +100,31 @@ class NonEmpty:
         """log(1 - prod_n (1 - p_n)) as log sum_n f_n, which is exact even where 1 - prod would round to 0."""
         log_total = torch.logsumexp(self._log_first(logits, masked), -1)
         return torch.where(masked.any(-1), log_total, 0.0)
+
+
+class OneByOne:
+    """Exactly one position per step, from softmax(s) over the masks (LO-ARM, Wang et al. 2025)."""
+
+    name = "one"
+
+    def log_prob(self, reveal: Tensor, logits: Tensor, masked: Tensor) -> Tensor:
+        count = (reveal & masked).sum(-1)
+        chosen = _sum(torch.where(reveal, self._log_p(logits, masked), 0.0), masked)
+        return torch.where(count == masked.any(-1), chosen, -torch.inf)
+
+    def kl(self, log_q: Tensor, logits: Tensor, masked: Tensor) -> Tensor:
+        """sum_n q_n (log q_n - log p_n): here q is a distribution over the masks."""
+        log_q = torch.where(masked, full_precision(log_q), 0.0)
+        return _sum(log_q.exp() * (log_q - self._log_p(logits, masked)), masked)
+
+    def sample(self, logits: Tensor, masked: Tensor, uniforms: Tensor) -> Tensor:
+        cdf = torch.where(masked, self._log_p(logits.double(), masked).exp(), 0.0).cumsum(-1)
+        return draw_first(cdf, masked, uniforms[..., -1:])[0]
+
+    @staticmethod
+    def _log_p(logits: Tensor, masked: Tensor) -> Tensor:
+        logits = full_precision(logits)
+        return torch.where(masked, logits, torch.finfo(logits.dtype).min).log_softmax(-1)
 
 
 def draw_first(cdf: Tensor, masked: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from unmask.decoding.policies.rule import Decision, NetworkPolicy, SelectorNetwork, Step, highest
 from unmask.decoding.policies.scheduled import check_temperature
 from unmask.errors import require
-from unmask.variational.selection import Bernoulli, NonEmpty
+from unmask.variational.selection import Bernoulli, NonEmpty, OneByOne
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Learned(NetworkPolicy):
     tokens it is not.
     `bernoulli`: r_n ~ Bern(p_n); where none is selected, the most probable position, and the result counts it (the
     model of the bound reveals nothing then).
+    `one`: one position per step, from softmax(s); deterministic reveals the arg-max.
 
     Knobs that need no retraining; with any of them set, it is no longer the model of the bound:
     temperature divides the logits, floor is the least p_n, cap the most reveals per step (the most probable of those
@@ -52,13 +53,16 @@ class Learned(NetworkPolicy):
         logits = scores / self.temperature if self.temperature != 1 else scores
         if self.floor:
             logits = logits.clamp(min=math.log(self.floor / (1 - self.floor)))
-        if self.deterministic:
+        alone = isinstance(self.network.selection, OneByOne)
+        if self.deterministic and alone:
+            reveal = highest(logits, step.masked, torch.ones_like(step.index))
+        elif self.deterministic:
             reveal = step.masked & (logits >= 0)
         else:
             reveal = self.network.selection.sample(logits, step.masked, step.uniforms())
         if self.cap:
             reveal = highest(logits, reveal, torch.full_like(step.index, self.cap))
-        if isinstance(self.network.selection, NonEmpty) and not self.deterministic:
+        if alone or (isinstance(self.network.selection, NonEmpty) and not self.deterministic):
             return Decision(reveal, scores=scores)  # something is always selected
         return _or_most_probable(reveal, logits, step, scores)
 
