@@ -246,7 +246,8 @@ def bound_table(bound: BoundReport, run: str) -> ResultTable:
             step = bound.budget - 1 - t
             rows.append([f"  step {step} (t = {t}): reconstruction, order KL", f"{reconstruction:.4f}, {kl:.4f}", ""])
     at = f"T = {bound.budget}" + ("" if bound.price is None else f", price {bound.price:g}")
-    name = f"its selector alone (J), {at}, {bound.steps:.2f} steps"
+    whose = "learned order" if bound.order_bound is None else "its selector alone"
+    name = f"{whose} (J), {at}, {bound.steps:.2f} steps"
     rows.append([name, f"{bound.self_bound:.4f}", f"{bound.self_bound_se:.4f}"])
     name = f"  the same from {bound.samples} samples"
     rows.append([name, f"{bound.many_sample_bound:.4f}", f"{bound.many_sample_bound_se:.4f}"])
