@@ -816,6 +816,25 @@ def test_evaluate_bound(call, run):
     assert (run / "results.jsonl").read_text() == results
 
 
+def test_the_bound_and_the_price_of_an_order_without_a_scorer(base, call, refused, tmp_path):
+    options = ("order.posterior=selector", "order.prices=[0.1, 2.0]", "order.start=threshold")
+    wanted = [word for option in options for word in ("--set", option)]
+    assert call("train", base / "tiny.toml", "--out", tmp_path / "run", *wanted)[0] == 0
+    code, text, err = call("evaluate", tmp_path / "run", "--bound", "--samples", "3", "--examples", "10")
+    assert code == 0
+    assert "learned order (J), T = 2, price 0.1, " in text
+    assert "the same from 3 samples" in text
+    assert "unmask:" not in err
+    said = "unmask: price 9 is outside the range that was trained, 0.1 to 2: the nearest in it is taken"
+    for command in (["--bound", "--price", "9"], ["--policy", "learned(price=9)", "--steps", "3"]):
+        code, _, err = call("evaluate", tmp_path / "run", "--examples", "10", *command)
+        assert code == 0
+        assert [line for line in err.splitlines() if not line.startswith(("bound", "evaluate"))] == [said]
+    assert call("report", tmp_path / "run")[0] == 0
+    assert "price 2, " in (tmp_path / "run" / "report.html").read_text()
+    assert "price must be 0 or more, got -1" in refused("evaluate", tmp_path / "run", "--bound", "--price", "-1")
+
+
 def test_a_bound_is_replaced_whole_and_its_damage_is_noticed(call, refused, run, monkeypatch):
     words = ("evaluate", run, "--bound", "--samples", "1", "--examples")
     assert call(*words, "10")[0] == 0

@@ -6,7 +6,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,7 +74,8 @@ def main(arguments: list[str] | None = None, interrupted: Callable[[], bool] = l
     forced = "--force" in (sys.argv if arguments is None else arguments)
     accept_any_character()
     try:
-        code = app(arguments, prog_name="unmask", standalone_mode=False)
+        with _warnings_in_one_line():
+            code = app(arguments, prog_name="unmask", standalone_mode=False)
     except UsageError as error:
         if message := error.format_message():  # empty where no command was given: the help has been printed instead
             command = error.ctx.command_path if error.ctx else "unmask"
@@ -99,6 +102,23 @@ def main(arguments: list[str] | None = None, interrupted: Callable[[], bool] = l
     if code == 130:  # typer turns Ctrl-C into this
         _refuse("interrupted; the same command resumes where it stopped", forced)
     sys.exit(code)
+
+
+@contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """A warning of unmask's own is one line on stderr, once; others are shown as Python does."""
+    told, package, shown = set[str](), Path(unmask.__file__).parent, warnings.showwarning
+
+    def show(message: Any, category: Any, filename: str, *where: Any, **more: Any) -> None:
+        if package not in Path(filename).parents:
+            shown(message, category, filename, *where, **more)
+        elif _is_main() and str(message) not in told:
+            told.add(str(message))
+            _refuse(str(message))
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield
 
 
 def _refuse(message: str, forced: bool = False) -> None:
