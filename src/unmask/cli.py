@@ -117,7 +117,7 @@ def _warnings_in_one_line() -> Iterator[None]:
             _refuse(str(message))
 
     with warnings.catch_warnings():
-        warnings.showwarning = show  # type: ignore[assignment]
+        warnings.showwarning = show
         yield
 
 
