@@ -171,7 +171,7 @@ def measure(
         out, times = outs[place], seconds[place :: len(choices)]
         right = int(task.valid(out.tokens, examples).sum())
         solved = [right / each for each in times]
-        first = first or statistics.median(solved)
+        first = statistics.median(solved) if place == 0 else first
         rows.append(
             {
                 "way": choice.way.name,
@@ -182,7 +182,7 @@ def measure(
                 "problems_per_s": round(len(examples) / statistics.median(times), 2),
                 "solved_per_s": round(statistics.median(solved), 2),
                 "solved_per_s_range": [round(min(solved), 2), round(max(solved), 2)],
-                "ratio": round(statistics.median(solved) / first, 3),
+                "ratio": round(statistics.median(solved) / first, 3) if first else None,
                 "dev_accuracy": round(choice.accuracy, 5),
                 "enough_on_dev": choice.enough,
             }
@@ -206,7 +206,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{row['problems_per_s']:,.1f}",
                 f"{row['solved_per_s']:,.1f}",
                 f"{low:,.1f} to {high:,.1f}",
-                f"{row['ratio']:.1f}x",
+                "" if row["ratio"] is None else f"{row['ratio']:.1f}x",
             ]
         )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -282,9 +282,13 @@ def loss_bytes(case: Case, model: OrderModel) -> list[int]:
 class Counted(SelfObjective):
     """Keeps, for every update, the lengths of its sequences [B] and the steps of their rollouts [B, k]."""
 
+    def __init__(self, *settings: Any, **options: Any) -> None:
+        super().__init__(*settings, **options)
+        self.counted: list[tuple[Tensor, Tensor]] = []
+
     def orders(self, examples: Examples, ids: Tensor, budget: Tensor, price: Tensor) -> Orders:
         found = super().orders(examples, ids, budget, price)
-        self.counted = [*getattr(self, "counted", []), (examples.num_tokens, found.holds_mask.sum(0))]
+        self.counted.append((examples.num_tokens, found.holds_mask.sum(0)))
         return found
 
 
