@@ -47,7 +47,7 @@ from unmask.models.networks import SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
 from unmask.models.packing import Layout, places
 from unmask.recipe import Optimisation
-from unmask.rng import Purpose, uniforms
+from unmask.rng import Purpose
 from unmask.tasks.task import Examples, Task, to_device
 from unmask.training import self_posterior
 from unmask.training.compiled import compiled_networks
@@ -153,7 +153,7 @@ def update_seconds(
     """Seconds per update of the training loop, and the peak memory (0 on the CPU)."""
     if what == "denoise":
         objective: Any = DenoiseObjective(model.denoiser, 0, compile=case.device == "cuda")
-        rates: Rates = {"denoiser": (model.denoiser, LEARN)}
+        rates: dict[str, Any] = {"denoiser": (model.denoiser, LEARN)}
         batch = case.sequences
     else:
         joint = what == "order, joint"
@@ -294,7 +294,7 @@ class Counted(SelfObjective):
 
 class PlainRollouts(SelfObjective):
     """The same loss as one would first write it: every rollout a padded row, evaluated until the last one is finished,
-    all logits [B k, L, V], and the selector's graph kept."""
+    all logits [B k, L, V], and the selector's graph kept; with a checker, greedy tokens."""
 
     def orders(self, examples: Examples, ids: Tensor, budget: Tensor, price: Tensor) -> Orders:
         model, k, device = self.model, self.trajectories, examples.tokens.device
@@ -312,17 +312,14 @@ class PlainRollouts(SelfObjective):
                 mu = model.denoiser.logits(hidden)  # [B k, L, V]
                 log_mu = log_likelihood(mu.flatten(0, 1), rows.tokens.flatten()).view_as(tokens)
                 seen = torch.where(masked[..., None], selector_features(mu.flatten(0, 1)).view(*tokens.shape, 3), 0.0)
-                if self.checker is not None:
-                    u = uniforms(self.seed, Purpose.TOKEN, ids[of][:, None], index, rows.position, dtype=torch.float64)
-                    proposed = self.choice.sample(mu.flatten(0, 1), u.flatten()).view_as(tokens)
-                    log_mu = torch.zeros_like(log_mu)
             logits = model.selector(hidden, seen, masked, budget - 1 - index, layout, budget, price[of])
             forced, draws = budget == index + 1, self._uniforms(Purpose.TRAJECTORY, examples, ids, every, index)
             reveal = masked & (forced[:, None] | model.selection.sample(logits.detach(), masked, draws))
             decided = torch.where(forced, 0.0, model.selection.log_prob(reveal, logits, masked))
-            steps.append((torch.where(reveal, log_mu, 0.0).sum(-1), decided, masked.any(-1)))
+            gained = torch.where(reveal & (self.checker is None), log_mu, 0.0).sum(-1)
+            steps.append((gained, decided, masked.any(-1)))
             if self.checker is not None:
-                tokens = torch.where(reveal, proposed, tokens)
+                tokens = torch.where(reveal, mu.argmax(-1), tokens)
             masked = masked & ~reveal
         gain, log_p, holds_mask = (torch.stack(part[::-1]).view(len(part), -1, k) for part in zip(*steps, strict=True))
         return Orders(gain, log_p, holds_mask, tokens.view(-1, k, tokens.shape[1]))
@@ -401,12 +398,12 @@ def self_objectives(
     for what, prices in PRICES.items():
         model = with_selector(case, found, prices, run is not None)
         model.denoiser.requires_grad_(False)
-        checker = task if what == "reward" else None
         settings = model, case.trajectories, case.budget, 0
-        plain = PlainRollouts(*settings, checker=checker)
+        options: dict[str, Any] = {"checker": task if what == "reward" else None, "temperature": 0.0}
+        plain = PlainRollouts(*settings, **options)
         if run is None:
             set_bias(case, plain, task, accelerator)
-        yield what, case, task, Counted(*settings, checker=checker, compile=case.device == "cuda"), plain, accelerator
+        yield what, case, task, Counted(*settings, **options, compile=case.device == "cuda"), plain, accelerator
 
 
 def measure_self(name: str, run: Path | None) -> Iterator[dict[str, Any]]:
@@ -446,7 +443,7 @@ def profile_self(name: str, run: Path | None) -> None:
             *((self_posterior, part) for part in ("with_layout", "read_denoiser", "scatter", "estimate_self")),
             *((objective, part) for part in ("read", "orders", "_uniforms", "_judged")),
             *((model.selection, part) for part in ("sample", "log_prob")),
-            *((objective.choice.__class__, "sample"), (model.selector, "forward"), (Tensor, "cpu")),
+            *((model.selector, "forward"), (Tensor, "cpu")),
         ]
         with ExitStack() as stack:
             stack.enter_context(compiled(case, model))
