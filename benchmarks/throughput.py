@@ -170,16 +170,17 @@ def measure(
     for place, choice in enumerate(choices):
         out, times = outs[place], seconds[place :: len(choices)]
         right = int(task.valid(out.tokens, examples).sum())
-        solved = [right / each for each in times]
+        speed, share = [len(examples) / each for each in times], right / len(examples)
+        solved = [share * each for each in speed]
         first = statistics.median(solved) if place == 0 else first
         rows.append(
             {
                 "way": choice.way.name,
                 "setting": None if math.isinf(choice.setting) else choice.setting,
-                "accuracy": round(right / len(examples), 5),
+                "accuracy": round(share, 5),
                 "mean_steps": round(float(out.steps.double().mean()), 4),
                 "rows_evaluated": out.rows,
-                "problems_per_s": round(len(examples) / statistics.median(times), 2),
+                "problems_per_s": round(statistics.median(speed), 2),
                 "solved_per_s": round(statistics.median(solved), 2),
                 "solved_per_s_range": [round(min(solved), 2), round(max(solved), 2)],
                 "ratio": round(statistics.median(solved) / first, 3) if first else None,
