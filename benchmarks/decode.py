@@ -477,7 +477,7 @@ fuses the two sides differently.
 
 def write_page() -> None:
     text = INTRODUCTION
-    for path in sorted(RECORDS.glob("*.jsonl")):
+    for path in sorted(set(RECORDS.glob("*.jsonl")) - set(RECORDS.glob("throughput-*"))):
         rows = [json.loads(record) for record in path.read_text().splitlines()]
         case, row = CASES[rows[0]["case"]], rows[0]
         text += (

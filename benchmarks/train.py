@@ -3,6 +3,8 @@
     python benchmarks/train.py cpu                 in a few minutes on this machine
     python benchmarks/train.py h200-30m h200-170m  the published cases, on one GPU
     python benchmarks/train.py h200-30m --growth   how an order step grows with k, N and T, and with the time t
+    python benchmarks/train.py h200-30m --self     the selector as its own posterior: rollouts, twice as many sequences
+    python benchmarks/train.py h200-30m --self --profile  where its time goes
     python benchmarks/train.py table               docs/training-speed.md from results/train/*.jsonl
 
 Every step is the training loop itself (`run_stage`: data, both passes, clipping, AdamW, metrics) on random tokens with
@@ -10,6 +12,10 @@ the lengths of GSM8K.  Counted are:
 
     FLOP = 6 x block parameters x tokens that are no padding + 6 x width x vocabulary x projected positions
          + 12 x layers x width x sum of squared lengths
+
+With --self they are those of the trunk of a frozen denoiser, as far as it is run (`trunk_operations`).  Its random
+weights would reveal hardly anything, so the bias of the selector is set for rollouts of 3.5 steps; with --run RUN, the
+denoiser and the task are those of a run, and the selector starts as a threshold.
 """
 
 from __future__ import annotations
@@ -22,28 +28,34 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.profiler import profile, record_function
 
 from unmask.evaluation.evaluate import device_name, revision
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
-from unmask.models.packing import places
+from unmask.models.packing import Layout, places
 from unmask.recipe import Optimisation
-from unmask.tasks.task import Examples, Task
+from unmask.rng import Purpose
+from unmask.tasks.task import Examples, Task, to_device
+from unmask.training import self_posterior
 from unmask.training.compiled import compiled_networks
-from unmask.training.loop import Metrics, Stage, run_stage
+from unmask.training.loop import Metrics, Rates, Stage, run_stage
 from unmask.training.objectives import DenoiseObjective, OrderObjective
-from unmask.training.reading import log_likelihood
+from unmask.training.reading import log_likelihood, selector_features
+from unmask.training.run import load_run
+from unmask.training.self_posterior import Orders, SelfObjective
 from unmask.variational.estimators import LeaveOneOut
 
 RECORDS = Path(__file__).parents[1] / "results" / "train"
@@ -70,6 +82,11 @@ CASES = {
     "h200-170m": Case(BackboneConfig(768, 18, 12, 3072, max_length=256), 32_000, 128, 128, 128, 256, 5, "cuda", 380.0),
 }
 BARS = {"order, joint": 1.15, "order, frozen": 0.6}
+LEARN = 1e-5
+EVERY = 20  # updates between two records of the loop
+
+SELF_BUDGET, SELF_STEPS, SELF_BAR = 10, 3.5, 150.0  # T, mean steps of a rollout with random weights, TFLOP/s
+PRICES = {"likelihood": (0.02, 2.0), "reward": (0.004, 0.3)}
 
 
 @dataclass(frozen=True)
@@ -133,24 +150,28 @@ def operations(case: Case, task: Drawn) -> float:
 def update_seconds(
     case: Case, model: OrderModel, task: Drawn, what: str, accelerator: Accelerator
 ) -> tuple[float, int]:
-    """Seconds per update of the training loop, and the peak memory (0 on the CPU).
-
-    The loop records every twentieth update; the first twenty compile and warm up.
-    """
-    every, rounds = 20, 3 if case.device == "cuda" else 1
-    learn = 1e-5
+    """Seconds per update of the training loop, and the peak memory (0 on the CPU)."""
     if what == "denoise":
         objective: Any = DenoiseObjective(model.denoiser, 0, compile=case.device == "cuda")
-        rates, batch = {"denoiser": (model.denoiser, learn)}, case.sequences
+        rates: dict[str, Any] = {"denoiser": (model.denoiser, LEARN)}
+        batch = case.sequences
     else:
         joint = what == "order, joint"
         objective = OrderObjective(
             model, case.trajectories, LeaveOneOut(), 0, learn_denoiser=joint, compile=case.device == "cuda"
         )
         networks = {"denoiser": model.denoiser, "selector": model.selector, "scorer": model.scorer}
-        rates = {key: (net, learn if joint or key != "denoiser" else 0.0) for key, net in networks.items()}
+        rates = {key: (net, LEARN if joint or key != "denoiser" else 0.0) for key, net in networks.items()}
         batch = case.sequences // case.trajectories
-    stage = Optimisation(updates=every * (rounds + 1) + 1, batch=batch)
+    return loop_seconds(case, objective, rates, batch, task, accelerator)
+
+
+def loop_seconds(
+    case: Case, objective: Any, rates: Rates, batch: int, task: Task, accelerator: Accelerator, warm: int = 1
+) -> tuple[float, int]:
+    """As `update_seconds`.  The loop records every twentieth update; the first `warm` times twenty compile."""
+    rounds = 3 if case.device == "cuda" else 1
+    stage = Optimisation(updates=EVERY * (rounds + warm) + 1, batch=batch)
     gc.collect()
     if case.device == "cuda":
         torch.cuda.empty_cache()
@@ -162,9 +183,9 @@ def update_seconds(
         path = Path(folder) / "metrics.jsonl"
         run_stage(Stage.ORDER, objective, rates, stage, task, 0, accelerator, Metrics(path))
         seconds = [json.loads(line)["seconds"] for line in path.read_text().splitlines()]
-    model.zero_grad(set_to_none=True)
+    objective.zero_grad(set_to_none=True)
     peak = torch.cuda.max_memory_allocated() if case.device == "cuda" else 0
-    return statistics.median(b - a for a, b in pairwise(seconds[1:])) / every, peak
+    return statistics.median(b - a for a, b in pairwise(seconds[warm:])) / EVERY, peak
 
 
 def measure(name: str) -> Iterator[dict[str, Any]]:
@@ -255,19 +276,244 @@ def loss_bytes(case: Case, model: OrderModel) -> list[int]:
     return found
 
 
+# --- the selector as its own posterior --------------------------------------------------------------------------------
+
+
+class Counted(SelfObjective):
+    """Keeps, for every update, the lengths of its sequences [B] and the steps of their rollouts [B, k]."""
+
+    def __init__(self, *settings: Any, **options: Any) -> None:
+        super().__init__(*settings, **options)
+        self.counted: list[tuple[Tensor, Tensor]] = []
+
+    def orders(self, examples: Examples, ids: Tensor, budget: Tensor, price: Tensor) -> Orders:
+        found = super().orders(examples, ids, budget, price)
+        self.counted.append((examples.num_tokens, found.holds_mask.sum(0)))
+        return found
+
+
+class PlainRollouts(SelfObjective):
+    """The same loss as one would first write it: every rollout a padded row, evaluated until the last one is finished,
+    all logits [B k, L, V], and the selector's graph kept; with a checker, greedy tokens."""
+
+    def orders(self, examples: Examples, ids: Tensor, budget: Tensor, price: Tensor) -> Orders:
+        model, k, device = self.model, self.trajectories, examples.tokens.device
+        assert model.selector is not None
+        of = torch.arange(len(examples)).repeat_interleave(k)  # [B k]: the sequence of each rollout
+        rows, every = examples.rows(of), torch.arange(len(of), device=device)
+        of = to_device(of, device)
+        tokens, masked, attended, budget = rows.tokens, rows.response, rows.attention_mask, budget[of]
+        layout = Layout(rows.position.clamp(min=0), attended[:, None, None], None, (len(of), tokens.shape[1]))
+        steps: list[tuple[Tensor, Tensor, Tensor]] = []
+        while masked.any():
+            index = len(steps)
+            with torch.no_grad():
+                hidden = model.denoiser.hidden(torch.where(masked, model.denoiser.mask_token_id, tokens), layout)
+                mu = model.denoiser.logits(hidden)  # [B k, L, V]
+                log_mu = log_likelihood(mu.flatten(0, 1), rows.tokens.flatten()).view_as(tokens)
+                seen = torch.where(masked[..., None], selector_features(mu.flatten(0, 1)).view(*tokens.shape, 3), 0.0)
+            logits = model.selector(hidden, seen, masked, budget - 1 - index, layout, budget, price[of])
+            forced, draws = budget == index + 1, self._uniforms(Purpose.TRAJECTORY, examples, ids, every, index)
+            reveal = masked & (forced[:, None] | model.selection.sample(logits.detach(), masked, draws))
+            decided = torch.where(forced, 0.0, model.selection.log_prob(reveal, logits, masked))
+            gained = torch.where(reveal & (self.checker is None), log_mu, 0.0).sum(-1)
+            steps.append((gained, decided, masked.any(-1)))
+            if self.checker is not None:
+                tokens = torch.where(reveal, mu.argmax(-1), tokens)
+            masked = masked & ~reveal
+        gain, log_p, holds_mask = (torch.stack(part[::-1]).view(len(part), -1, k) for part in zip(*steps, strict=True))
+        return Orders(gain, log_p, holds_mask, tokens.view(-1, k, tokens.shape[1]))
+
+
+def trunk_operations(shape: BackboneConfig, lengths: Tensor, steps: Tensor) -> float:
+    """FLOP of the forward passes for sequences of `lengths` [B] whose k rollouts take `steps` [B, k]:
+
+    sum_b passes_b (2 x block parameters x length_b + 4 x layers x width x length_b^2)
+    passes_b = 1 + sum_k (steps_bk - 1)                             x_T is evaluated once for all k
+    """
+    passes, lengths = 1 + (steps.double() - 1).sum(-1), lengths.double()
+    attention = 4 * shape.layers * shape.heads * shape.E * lengths**2
+    return float((passes * (2 * shape.num_weights() * lengths + attention)).sum())
+
+
+def self_case(name: str, run: Path | None) -> tuple[Case, Task, OrderModel]:
+    """The case with T = 10 and twice the sequences (on the CPU 16), its task, and a model with the denoiser."""
+    case = CASES[name]
+    case = replace(case, budget=SELF_BUDGET, sequences=2 * case.sequences if case.device == "cuda" else 16)
+    if run is None:
+        return case, Drawn(case), build(case)
+    model, _, _, task = load_run(run)
+    return replace(case, shape=model.config.denoiser, vocabulary=model.config.vocab_size), task, model
+
+
+def with_selector(case: Case, found: OrderModel, prices: tuple[float, ...], trained: bool) -> OrderModel:
+    """The denoiser with a new selector; without a trained one it starts as IID, which takes alike steps for all."""
+    selector = SelectorConfig(128, 2, 4, case.budget, prices=prices, start="threshold" if trained else "iid")
+    model = OrderModel(replace(found.config, selector=selector, scorer=None), found.tokenizer)
+    model.denoiser.load_state_dict(found.denoiser.state_dict())
+    return model.to(case.device)
+
+
+def batch_of(case: Case, task: Task, update: int) -> tuple[Examples, Tensor, Tensor]:
+    """What the objective takes: examples, ids and uniforms."""
+    batch = case.sequences // case.trajectories
+    ids = torch.arange(update * batch, (update + 1) * batch)
+    return task.examples(ids, "train").to(case.device), ids, (torch.arange(batch) + 0.5) / batch
+
+
+@torch.no_grad()
+def set_bias(case: Case, objective: SelfObjective, task: Task, accelerator: Accelerator) -> None:
+    """Bisect the bias of the selector's logits until rollouts take 3.5 steps."""
+    assert objective.model.selector is not None
+    low, high = -10.0, 20.0
+    for _ in range(10):
+        objective.model.selector.out.bias.fill_((low + high) / 2)
+        with accelerator.autocast():
+            steps = float(objective(*batch_of(case, task, 0)).metrics["q_steps"])
+        low, high = ((low + high) / 2, high) if steps > SELF_STEPS else (low, (low + high) / 2)
+
+
+def passes_seconds(case: Case, objective: SelfObjective, task: Task, accelerator: Accelerator) -> float:
+    """Both passes of an objective, without the rest of the loop: the median of three."""
+    times = []
+    for update in range(4):
+        batch = batch_of(case, task, update)
+        _wait(case)
+        started = time.perf_counter()
+        with accelerator.autocast():
+            loss = objective(*batch).loss
+        loss.backward()
+        _wait(case)
+        times.append(time.perf_counter() - started)
+        objective.zero_grad(set_to_none=True)
+    return statistics.median(times[1:])
+
+
+def self_objectives(
+    name: str, run: Path | None
+) -> Iterator[tuple[str, Case, Task, Counted, PlainRollouts, Accelerator]]:
+    """For the likelihood and for the reward: the objective, and its plain form on the same weights."""
+    case, task, found = self_case(name, run)
+    accelerator = accelerator_of(case)
+    for what, prices in PRICES.items():
+        model = with_selector(case, found, prices, run is not None)
+        model.denoiser.requires_grad_(False)
+        settings = model, case.trajectories, case.budget, 0
+        options: dict[str, Any] = {"checker": task if what == "reward" else None, "temperature": 0.0}
+        plain = PlainRollouts(*settings, **options)
+        if run is None:
+            set_bias(case, plain, task, accelerator)
+        yield what, case, task, Counted(*settings, **options, compile=case.device == "cuda"), plain, accelerator
+
+
+def measure_self(name: str, run: Path | None) -> Iterator[dict[str, Any]]:
+    """An update with the likelihood, and one with the reward."""
+    for what, case, task, objective, plain, accelerator in self_objectives(name, run):
+        plain_seconds = passes_seconds(case, plain, task, accelerator)
+        model, batch = objective.model, case.sequences // case.trajectories
+        assert model.selector is not None
+        rates: Rates = {"denoiser": (model.denoiser, 0.0), "selector": (model.selector, LEARN)}
+        warm = 2 if case.device == "cuda" else 1
+        with compiled(case, model):
+            seconds, peak = loop_seconds(case, objective, rates, batch, task, accelerator, warm)
+        timed = [(lengths, steps.cpu()) for lengths, steps in objective.counted[warm * EVERY :]]
+        done = statistics.mean(trunk_operations(case.shape, *counted) for counted in timed)
+        yield {
+            "case": name,
+            "what": f"selector as posterior, {what}",
+            "milliseconds": round(1000 * seconds, 2),
+            "rollouts_per_s": round(case.sequences / seconds),
+            "mean_steps": round(statistics.mean(float(steps.double().mean()) for _, steps in timed), 3),
+            "teraflops": round(done / seconds / 1e12, 3),
+            "plain_milliseconds": round(1000 * plain_seconds, 2),
+            "ratio": round(plain_seconds / seconds, 3),
+            "peak_bytes": peak or None,
+            "sequences": case.sequences,
+            "budget": case.budget,
+            "weights": "random" if run is None else run.name,
+            **about(accelerator),
+        }
+
+
+def profile_self(name: str, run: Path | None) -> None:
+    """Print host and device time of the parts of an update, and the operations that take most of either."""
+    for what, case, task, objective, _, accelerator in self_objectives(name, run):
+        model, updates, warm = objective.model, 5, 40 if case.device == "cuda" else 1
+        parts: list[tuple[Any, str]] = [
+            *((self_posterior, part) for part in ("with_layout", "read_denoiser", "scatter", "estimate_self")),
+            *((objective, part) for part in ("read", "orders", "_uniforms", "_judged")),
+            *((model.selection, part) for part in ("sample", "log_prob")),
+            *((model.selector, "forward"), (Tensor, "cpu")),
+        ]
+        with ExitStack() as stack:
+            stack.enter_context(compiled(case, model))
+            for update in range(warm + updates):
+                if update == warm:
+                    for owner, part in (each for each in parts if hasattr(*each)):
+                        stack.enter_context(patch.object(owner, part, labelled(owner, part)))
+                    _wait(case)
+                    profiler = stack.enter_context(profile())
+                with record_function("= batch"):
+                    batch = batch_of(case, task, update)
+                with record_function("= forward"), accelerator.autocast():
+                    loss = objective(*batch).loss
+                with record_function("= backward"):
+                    loss.backward()
+                with record_function("= the host waits at the end"):  # hardly at all: it is the host that is slow
+                    _wait(case)
+                objective.zero_grad(set_to_none=True)
+        found = profiler.key_averages()
+        print(f"\n{name}, {what}, ms per update; the selector's part has the recomputation in the backward pass, too")
+        times: dict[str, Tensor] = {}  # a part has a row for the host and one for the device
+        for row in found:
+            if row.key.startswith("= "):
+                seen = torch.tensor([row.cpu_time_total / 1000, row.device_time_total / 1000, row.count]) / updates
+                times[row.key] = torch.maximum(times.get(row.key, seen), seen)
+        for key, (host, there, calls) in sorted(times.items(), key=lambda item: -float(item[1][0])):
+            print(f"{key[2:]:>32}  host {host:9.2f}  device {there:9.2f}  calls {calls:6.1f}")
+        print(found.table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=60))
+        if case.device == "cuda":
+            print(found.table(sort_by="self_device_time_total", row_limit=20, max_name_column_width=60))
+
+
+def labelled(owner: Any, name: str) -> Any:
+    """A function or method that the profiler lists under its name."""
+    function = getattr(owner, name)
+    label = f"= {getattr(owner, '__name__', type(owner).__name__).rpartition('.')[2]}.{name}"
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        with record_function(label):
+            return function(*arguments, **options)
+
+    return run
+
+
+# --- what all cases share ---------------------------------------------------------------------------------------------
+
+
 @contextmanager
 def running(case: Case) -> Iterator[tuple[OrderModel, Accelerator]]:
     """A model on its device, compiled on a GPU."""
+    accelerator, model = accelerator_of(case), build(case)
+    with compiled(case, model):
+        yield model, accelerator
+
+
+def accelerator_of(case: Case) -> Accelerator:
     if case.device == "cpu":
         torch.set_num_threads(1)  # on a busy machine, threads would wait for one another
-    accelerator = Accelerator(mixed_precision="bf16" if case.device == "cuda" else "no", cpu=case.device == "cpu")
-    model = build(case)
+    return Accelerator(mixed_precision="bf16" if case.device == "cuda" else "no", cpu=case.device == "cpu")
+
+
+@contextmanager
+def compiled(case: Case, model: OrderModel) -> Iterator[None]:
+    """The networks compiled on a GPU, as they are on the CPU."""
     if case.device == "cpu":
-        yield model, accelerator
+        yield
         return
     torch._dynamo.reset()  # type: ignore[no-untyped-call]
     with compiled_networks(model):
-        yield model, accelerator
+        yield
 
 
 def about(accelerator: Accelerator) -> dict[str, Any]:
@@ -324,7 +570,8 @@ def write_page() -> None:
     text = INTRODUCTION
     for path in sorted(RECORDS.glob("*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        case, row = CASES[rows[0]["case"]], rows[0]
+        row = rows[0]
+        case = replace(CASES[row["case"]], budget=row.get("budget", CASES[row["case"]].budget))
         shape, launch = case.shape, row.get("launch_microseconds")
         text += (
             f"## {path.stem}\n\nWidth {shape.width}, {shape.layers} layers, vocabulary {case.vocabulary:,}, "
@@ -333,7 +580,8 @@ def write_page() -> None:
             + (f"; the host launches a kernel in {launch} microseconds" if launch else "")
             + ".\n\n"
         )
-        text += (growth_table(rows) if "grows" in row else step_table(case, rows)) + "\n\n"
+        table = growth_table(rows) if "grows" in row else self_table(case, rows) if "rollouts_per_s" in row else None
+        text += (table or step_table(case, rows)) + "\n\n"
     PAGE.write_text(text.rstrip() + "\n")
 
 
@@ -370,18 +618,47 @@ def growth_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def self_table(case: Case, rows: list[dict[str, Any]]) -> str:
+    lines = ["| update | ms | rollouts/s | mean steps | TFLOP/s | bar | plain loop, ms | ratio | peak GiB |"]
+    lines.append("|---" * 9 + "|")
+    for row in rows:
+        missed = case.device == "cuda" and row["teraflops"] < SELF_BAR
+        cells = [
+            f"{row['what']}, {row['sequences']} rollouts, {row['weights']} weights",
+            f"{row['milliseconds']:.1f}",
+            f"{row['rollouts_per_s']:,}",
+            f"{row['mean_steps']:.2f}",
+            f"{row['teraflops']:.3g}" + (" (missed)" if missed else ""),
+            f"{SELF_BAR:.0f}" if case.device == "cuda" else "",
+            f"{row['plain_milliseconds']:.1f}",
+            f"{row['ratio']:.1f}x",
+            f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="+", choices=[*CASES, "table"], metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--growth", action="store_true", help="how an order step grows with k, N and T instead")
+    parser.add_argument("--self", action="store_true", help="updates of the selector as its own posterior instead")
+    parser.add_argument("--run", type=Path, help="with --self: the denoiser and the task of this run")
+    parser.add_argument("--profile", action="store_true", help="with --self: where the time goes, and no records")
     arguments = parser.parse_args()
+    if (arguments.run or arguments.profile) and not arguments.self:
+        parser.error("--run and --profile go with --self")
     for name in arguments.cases:
         if name == "table":
             write_page()
             continue
         if CASES[name].device == "cuda" and not torch.cuda.is_available():
             parser.error(f"{name} needs a CUDA device: run `python benchmarks/train.py cpu` here")
-        for row in (measure_growth if arguments.growth else measure)(name):
+        if arguments.profile:
+            profile_self(name, arguments.run)
+            continue
+        rows = measure_self(name, arguments.run) if arguments.self else None
+        for row in rows or (measure_growth if arguments.growth else measure)(name):
             print(json.dumps(row), flush=True)
 
 

@@ -101,10 +101,10 @@ def mistaken(mistake):
             G = torch.where(holds_mask, G[-1:], 0.0)
         if mistake == "the gain of earlier steps counted instead":
             G = returns(values.flip(0), holds_mask.flip(0), price, reward).flip(0)
-        others = (G.sum(-1, keepdim=True) - G) / (K - 1)
+        others = torch.where(holds_mask if reward is None else True, G, 0.0).flip(-1)  # of two trajectories
         if mistake == "itself in the baseline":
             others = G.mean(-1, keepdim=True)
-        advantage = G - others
+        advantage = torch.where(holds_mask, G - others, 0.0)
         loss = -(gain.sum(0) + (advantage * log_p)[1:].sum(0)).mean(-1)
         return SelfEstimate(returns(values, holds_mask, price, reward)[-1].mean(-1), loss)
 

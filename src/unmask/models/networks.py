@@ -170,7 +170,10 @@ class Selector(nn.Module):
         dtype = stream_dtype(self.out.weight)
         layout = attention_mask if isinstance(attention_mask, Layout) else Layout.of(masked, attention_mask, dtype)
         t = t.clamp(min=1).to(torch.promote_types(hidden.dtype, torch.float32))  # log t must not be rounded to bfloat16
-        total = torch.full_like(t, self.budget) if max_steps is None else max_steps.to(t.dtype)
+        total = torch.full_like(t, self.budget)
+        if max_steps is not None:  # with more steps than T, all but the last T are as the first of T
+            total = torch.minimum(total, max_steps)
+            t = torch.minimum(t, (total - 1).clamp(min=1))
         words = [t, total]
         if self.prices:
             words.append(torch.full_like(t, self.prices[0]) if price is None else price.clamp(*self.prices).to(t.dtype))

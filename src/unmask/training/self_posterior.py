@@ -30,9 +30,9 @@ class Orders(NamedTuple):
 
     gain: Tensor  # g_t, with its graph where the denoiser learns
     log_p: Tensor  # log P(r_t | x_{t+1}) with its graph; 0 where nothing was decided
-    deviation: Tensor  # log P - log P_ref of r_t, without a graph; 0 without a reference
     holds_mask: Tensor  # bool: x_{t+1} holds a mask
     tokens: Tensor  # [B, k, L]: the true ones, or with a checker those that were written
+    deviation: Tensor | None = None  # log P - log P_ref of r_t, without a graph, where there is a reference
 
 
 class SelfObjective(nn.Module):
@@ -79,10 +79,10 @@ class SelfObjective(nn.Module):
         if self.checker is not None:
             reward = self._judged(orders.tokens, examples).to(price)
         price = price if self.model.selector.prices else torch.zeros_like(price)
-        penalty = self.reference_weight * orders.deviation
+        penalty = None if orders.deviation is None else self.reference_weight * orders.deviation
         estimate = estimate_self(orders.gain, orders.log_p, orders.holds_mask, price, reward, penalty=penalty)
         metrics = {"value": estimate.value.mean(), "q_steps": steps.mean()}
-        if self.reference_weight:
+        if orders.deviation is not None:
             metrics["reference_kl"] = orders.deviation.sum(0).mean()
         if reward is None:
             num_response = to_device(examples.num_response, device)
@@ -127,18 +127,18 @@ class SelfObjective(nn.Module):
             draws = self._uniforms(Purpose.TRAJECTORY, examples, ids, there, index)
             reveal = at & (forced[:, None] | selector.selection.sample(logits.detach(), at, draws))
             decided = torch.where(forced, 0.0, selector.selection.log_prob(reveal, logits, at))
-            deviation = torch.zeros_like(decided)
+            parts = [torch.where(reveal, log_mu, 0.0).sum(-1), decided, at.any(-1)]
             if self.reference_weight:
-                deviation = torch.where(forced, 0.0, decided.detach() - selector.selection.log_prob(reveal, rule, at))
-            gained = torch.where(reveal, log_mu, 0.0).sum(-1)
-            steps.append([scatter(part, there, (size,)) for part in (gained, decided, deviation, at.any(-1))])
+                ruled = selector.selection.log_prob(reveal, rule, at)
+                parts.append(torch.where(forced, 0.0, decided.detach() - ruled))
+            steps.append([scatter(part, there, (size,)) for part in parts])
             if self.checker is not None:
                 tokens[there] = torch.where(reveal, proposed, tokens[there])
             masked[there] = at & ~reveal
             num_masked = masked.sum(-1).cpu()  # the device is waited for
         told = (torch.stack(part[::-1]).view(len(part), -1, k) for part in zip(*steps, strict=True))
-        gain, log_p, deviation, holds_mask = told
-        return Orders(gain, log_p, deviation, holds_mask, tokens.view(-1, k, tokens.shape[-1]))
+        gain, log_p, holds_mask, *deviation = told
+        return Orders(gain, log_p, holds_mask, tokens.view(-1, k, tokens.shape[-1]), *deviation)
 
     def _ask(
         self,

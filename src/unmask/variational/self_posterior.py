@@ -8,9 +8,10 @@ in nats per step gives
     J_lambda = J - lambda E[steps],      G_t = sum_{s <= t} (g_s - lambda [x_{s+1} holds a mask])
     grad_psi J_lambda = E[ sum_{t >= 1} (G_t - b_t) grad log P(r_t | x_{t+1}) ]
 
-with b_t the mean G_t of the other k - 1 trajectories of the same x_0 at the same t; a trajectory that has ended has
-G_t = 0.  theta gets the plain gradient of g.  With tokens that the model writes itself and a reward for the whole
-sequence in the place of the likelihood, G_t = reward - lambda (steps left).
+with b_t the mean G_t of those of the other k - 1 trajectories of the same x_0 that hold a mask at the same t, or 0
+without one: what has ended has nothing left to earn, and says nothing about what is left here.  theta gets the plain
+gradient of g.  With tokens that the model writes itself and a reward for the whole sequence in the place of the
+likelihood, G_t = reward - lambda (steps left), and b_t is the mean over all the other trajectories, ended or not.
 
 A reference rule P_ref with a weight w keeps the order near a rule (UPO, Hong et al. 2025):
 
@@ -29,8 +30,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unmask.variational.estimators import LeaveOneOut
-
 
 class SelfEstimate(NamedTuple):
     """[B] each, in nats."""
@@ -42,7 +41,13 @@ class SelfEstimate(NamedTuple):
 def returns(gain: Tensor, holds_mask: Tensor, price: Tensor, reward: Tensor | None = None) -> Tensor:
     """G_t [T, B, k] from g [T, B, k], holds_mask [T, B, k] bool, price [B] and, where there is one, a reward [B, k]."""
     earned = torch.where(holds_mask, gain - price[:, None], 0.0).cumsum(0)
-    return earned if reward is None else torch.where(holds_mask, earned + reward, 0.0)
+    return earned if reward is None else earned + reward
+
+
+def baseline(G: Tensor, counted: Tensor) -> Tensor:
+    """b_t [T, B, k]: the mean of the other trajectories' G_t [T, B, k] among those `counted` [T, B, k], else 0."""
+    G, number = torch.where(counted, G, 0.0), counted.to(G)
+    return (G.sum(-1, keepdim=True) - G) / (number.sum(-1, keepdim=True) - number).clamp(min=1)
 
 
 def estimate_self(
@@ -62,12 +67,12 @@ def estimate_self(
     scaled: divide the advantages by their root mean square over the batch, so that the step does not depend on the
         unit of the gain.  The direction of the expected gradient stays the same, its length does not.
     """
-    baseline, k = LeaveOneOut(), gain.shape[-1]
-    if k < baseline.min_trajectories:
+    if (k := gain.shape[-1]) < 2:
         raise ValueError(f"the selector as its own posterior needs k >= 2 trajectories per sequence, got k = {k}")
     earned = gain.detach() if penalty is None else gain.detach() - penalty
     G = returns(earned, holds_mask, price, reward)
-    advantage = torch.where(holds_mask, G - baseline(G, torch.empty(0)), 0.0)
+    counted = holds_mask if reward is None else torch.ones_like(holds_mask)
+    advantage = torch.where(holds_mask, G - baseline(G, counted), 0.0)
     if scaled:
         mean_square = advantage.square().sum() / holds_mask.sum().clamp(min=1)
         advantage = advantage / mean_square.sqrt().clamp(min=1e-6)

@@ -1,0 +1,267 @@
+"""Problems solved per second at no less than the accuracy of one token per step, on one device.
+
+    python benchmarks/throughput.py RUN --out results/decode/throughput-h200-30m.jsonl       a run with an order
+    python benchmarks/throughput.py RUN --dev test --split test --problems 40 --batch 8      a puzzle, on a CPU
+
+    plain, one token      a plain loop, as most samplers are written: a padded batch of fixed size, all logits
+                          [B, L, V] at every step, the most probable token of the most certain position; N steps
+    plain, threshold      the same, but all positions with c_n >= c*; a batch ends when its last row is finished
+    engine, threshold     `Engine` with the same rule: a finished row makes room for the next problem; compiled on a GPU
+    engine, learned       the same with the order of the run at a price, read greedily; left out if it has none
+
+Each way gets the setting that evaluates the fewest rows on the dev split among those that solve no fewer problems there
+than the first way.  Then all are timed in turn on the same problems of another split, after a warm-up: from prompts on
+the host to tokens on the host; checking the answers is left out.  The plain loop is eager; the trunk is bfloat16 for
+all where the run's recipe says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unmask.decoding.denoiser import AnyDenoiser
+from unmask.decoding.generate import Engine
+from unmask.decoding.policies import Learned, Policy, Threshold
+from unmask.errors import UserError
+from unmask.evaluation.evaluate import BATCH, HalfTrunk, check_examples, device_name, revision
+from unmask.models.networks import Denoiser, Selector
+from unmask.models.packing import Layout
+from unmask.runtime import precision_on
+from unmask.tasks.task import Examples, Task
+from unmask.training.run import load_run
+
+THRESHOLDS = [0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999]
+PRICES = [0.004, 0.008, 0.015, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5, 0.8, 1.2, 2.0]
+
+
+class Written(NamedTuple):
+    tokens: Tensor  # [B, L]
+    steps: Tensor  # [B]: until its last token
+    rows: int  # that the denoiser evaluated
+
+
+Write = Callable[[Examples], Written]
+
+
+@torch.inference_mode()
+def plain_loop(
+    denoiser: AnyDenoiser, batch: int, threshold: float, device: torch.device, examples: Examples
+) -> Written:
+    """Greedy tokens.  A threshold above 1 reveals one token per step."""
+    found = []
+    for rows in torch.arange(len(examples)).split(batch):
+        chosen = examples.rows(rows).to(device)
+        x = torch.where(chosen.response, denoiser.mask_token_id, chosen.tokens)
+        # Padding is masked; given a mask, our own networks would leave it out.
+        shape = (len(rows), x.shape[1])
+        layout: Any = Layout(chosen.position.clamp(min=0), chosen.attention_mask[:, None, None], None, shape)
+        steps = torch.zeros(len(rows), dtype=torch.long, device=device)
+        passes = 0
+        while (masked := x == denoiser.mask_token_id).any():
+            logits = denoiser.logits(denoiser.hidden(x, layout))  # [B, L, V]
+            c, token = logits.float().softmax(-1).max(-1)
+            c = torch.where(masked, c, -1.0)
+            most = torch.zeros_like(masked).scatter(-1, c.argmax(-1, keepdim=True), True)
+            x = torch.where(masked & (most | (c >= threshold)), token, x)
+            steps, passes = steps + masked.any(-1), passes + 1
+        found.append(Written(x.cpu(), steps.cpu(), passes * len(rows)))
+    tokens, counts, evaluated = zip(*found, strict=True)
+    return Written(torch.cat(tokens), torch.cat(counts), sum(evaluated))
+
+
+def engine_loop(engine: Engine, device: torch.device, examples: Examples) -> Written:
+    canvas = torch.where(examples.response, engine.denoiser.mask_token_id, examples.tokens).to(device)
+    attended = None if bool(examples.attention_mask.all()) else examples.attention_mask.to(device)
+    out = engine.generate(canvas, attention_mask=attended)
+    return Written(out.tokens.cpu(), out.num_steps.cpu(), out.num_forwards)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to write, and its settings to choose from."""
+
+    name: str
+    settings: Sequence[float]  # thresholds or prices
+    make: Callable[[float, bool], Write]  # from a setting, compiled or not
+
+
+def ways(
+    denoiser: AnyDenoiser,
+    own: AnyDenoiser,
+    selector: Selector | None,
+    batch: int,
+    max_steps: int,
+    thresholds: Sequence[float],
+    prices: Sequence[float],
+    device: torch.device,
+) -> list[Way]:
+    """denoiser: that of the rules.  own: that of the learned order, the same unless it learned along."""
+
+    def plain(threshold: float, compiled: bool) -> Write:
+        return partial(plain_loop, denoiser, batch, threshold, device)
+
+    def with_rule(
+        used: AnyDenoiser, rule: Callable[[float], Policy], steps: int, setting: float, compiled: bool
+    ) -> Write:
+        engine = Engine(used, rule(setting), steps, batch_size=batch, compile=compiled)
+        return partial(engine_loop, engine, device)
+
+    found = [
+        Way("plain, one token", [math.inf], plain),
+        Way("plain, threshold", thresholds, plain),
+        Way("engine, threshold", thresholds, partial(with_rule, denoiser, Threshold, max_steps)),
+    ]
+    if selector is not None:
+        order = partial(with_rule, own, lambda price: Learned(selector, price=price, deterministic=True))
+        found.append(Way("engine, learned", prices if selector.prices else [0.0], partial(order, selector.budget)))
+    return found
+
+
+class Choice(NamedTuple):
+    """A way's setting, with its share of right answers on dev."""
+
+    way: Way
+    setting: float
+    accuracy: float
+    enough: bool  # no less than the first way
+
+
+def choose(way: Way, task: Task, examples: Examples, least: float) -> Choice:
+    """Of the settings that are right in at least the share `least`, the one with the fewest rows evaluated; if there is
+    none, the most accurate."""
+    found = []
+    for setting in way.settings:
+        out = way.make(setting, False)(examples)
+        accuracy = float(task.valid(out.tokens, examples).double().mean())
+        found.append((accuracy >= least, (-out.rows if accuracy >= least else accuracy), accuracy, setting))
+        each = f"{way.name:>20} {setting:<6g} {accuracy:.4f} right in {float(out.steps.double().mean()):.2f} steps"
+        print(f"dev: {each}, {out.rows} rows evaluated", flush=True)
+    enough, _, accuracy, setting = max(found)
+    return Choice(way, setting, accuracy, enough)
+
+
+def measure(
+    choices: Sequence[Choice], task: Task, examples: Examples, batch: int, repeats: int
+) -> list[dict[str, Any]]:
+    """A record for each way; times are medians, and the fastest and the slowest."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    writes = [choice.way.make(choice.setting, device == "cuda") for choice in choices]
+    for write in writes:  # as long as rows are exchanged, and with some to spare
+        write(examples.rows(torch.arange(min(len(examples), 2 * batch + 1))))
+    outs, seconds = [], []
+    for _ in range(repeats):
+        for write in writes:
+            started = time.perf_counter()
+            outs.append(write(examples))
+            seconds.append(time.perf_counter() - started)
+    rows, first = [], 0.0
+    for place, choice in enumerate(choices):
+        out, times = outs[place], seconds[place :: len(choices)]
+        right = int(task.valid(out.tokens, examples).sum())
+        speed, share = [len(examples) / each for each in times], right / len(examples)
+        solved = [share * each for each in speed]
+        first = statistics.median(solved) if place == 0 else first
+        rows.append(
+            {
+                "way": choice.way.name,
+                "setting": None if math.isinf(choice.setting) else choice.setting,
+                "accuracy": round(share, 5),
+                "mean_steps": round(float(out.steps.double().mean()), 4),
+                "rows_evaluated": out.rows,
+                "problems_per_s": round(statistics.median(speed), 2),
+                "solved_per_s": round(statistics.median(solved), 2),
+                "solved_per_s_range": [round(min(solved), 2), round(max(solved), 2)],
+                "ratio": round(statistics.median(solved) / first, 3) if first else None,
+                "dev_accuracy": round(choice.accuracy, 5),
+                "enough_on_dev": choice.enough,
+            }
+        )
+    return rows
+
+
+HEADINGS = ["way", "setting", "accuracy", "mean steps", "problems/s", "solved/s", "range", "ratio"]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [HEADINGS, ["---"] * len(HEADINGS)]
+    for row in rows:
+        low, high = row["solved_per_s_range"]
+        lines.append(
+            [
+                row["way"],
+                "" if row["setting"] is None else f"{row['setting']:g}",
+                f"{100 * row['accuracy']:.2f}" + ("" if row["enough_on_dev"] else " (less on dev)"),
+                f"{row['mean_steps']:.2f}",
+                f"{row['problems_per_s']:,.1f}",
+                f"{row['solved_per_s']:,.1f}",
+                f"{low:,.1f} to {high:,.1f}",
+                "" if row["ratio"] is None else f"{row['ratio']:.1f}x",
+            ]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--threshold", type=float, action="append", help="to choose from; may be repeated")
+    parser.add_argument("--price", type=float, action="append", help="to choose from; may be repeated")
+    parser.add_argument("--dev", default="new-numbers-dev", help="the split to choose on")
+    parser.add_argument("--split", default="new-numbers", help="the split to time on")
+    parser.add_argument("--problems", type=int, default=2000, help="of each split")
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="add the records to this file, one object per line")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        model, plain, recipe, task = load_run(options.run)
+        dev, task = task.on_split(options.dev), task.on_split(options.split)
+        check_examples(dev, options.problems)
+        check_examples(task, options.problems)
+    except UserError as error:
+        parser.error(str(error))
+    half = precision_on("cpu" if device.type == "cpu" else "gpu", recipe.precision) == "bf16"
+
+    def used(denoiser: Denoiser) -> AnyDenoiser:
+        return HalfTrunk(denoiser) if half else denoiser
+
+    model, plain = model.to(device), plain.to(device)
+    ids = torch.arange(options.problems)
+    to_choose, to_time = dev.examples(ids, "test"), task.examples(ids, "test")
+    all_ways = ways(
+        used(plain.denoiser),
+        used(model.denoiser),
+        model.selector,
+        options.batch,
+        int(to_time.num_response.max()),
+        options.threshold or THRESHOLDS,
+        options.price or PRICES,
+        device,
+    )
+    first = choose(all_ways[0], dev, to_choose, 0.0)
+    choices = [first, *(choose(way, dev, to_choose, first.accuracy) for way in all_ways[1:])]
+    rows = measure(choices, task, to_time, options.batch, options.repeats)
+    print(table(rows), flush=True)
+    about = {"run": options.run.name, "task": task.name, "split": options.split, "num_examples": options.problems}
+    about |= {"batch": options.batch, "precision": "bf16" if half else "no", "repeats": options.repeats}
+    about |= {"device": device_name(device), "torch": torch.__version__, "revision": revision()}
+    if options.out:
+        with options.out.open("a") as file:
+            file.writelines(json.dumps(row | about) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()

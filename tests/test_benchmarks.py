@@ -1,0 +1,119 @@
+"""What the benchmarks count and compare with: FLOP by hand, and plain loops that do the same as ours."""
+
+import importlib.util
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.small import FixedTask, padded, small_model
+from unmask.decoding.generate import Engine
+from unmask.models.backbone import BackboneConfig
+from unmask.models.networks import SelectorConfig
+from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
+from unmask.training.self_posterior import SelfObjective
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(
+        f"{name}_benchmark", Path(__file__).parents[1] / f"benchmarks/{name}.py"
+    )
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+train, throughput = load("train"), load("throughput")
+CPU = torch.device("cpu")
+EXAMPLES = padded(
+    [[0, 1, 2, 0, 1, 1], [2, 2, 1, 0, 1], [1, 0, 0, 2, 0]],
+    [[False, False, True, True, True, True], [False, True, True, True, True], [True, False, True, True, True]],
+    left=True,
+)
+IDS, K, T = torch.tensor([7, 11, 3]), 3, 4
+
+
+def test_operations_by_hand():
+    """Blocks of 4 * 8^2 + 3 * 8 * 10 = 496 parameters each, two of them; lengths 3 and 5."""
+    shape = BackboneConfig(width=8, layers=2, heads=2, intermediate=10)
+    one, other = 2 * 992 * 3 + 4 * 2 * 8 * 9, 2 * 992 * 5 + 4 * 2 * 8 * 25
+    found = train.trunk_operations(shape, torch.tensor([3, 5]), torch.tensor([[1, 3], [2, 2]]))
+    assert found == (1 + 0 + 2) * one + (1 + 1 + 1) * other
+
+
+def order_model():
+    shape = BackboneConfig(width=16, layers=1, heads=2, intermediate=16, max_length=8)
+    selector = SelectorConfig(8, 1, 2, T, prices=(0.1, 3.0))
+    model = OrderModel(OrderModelConfig(3, shape, selector=selector), word_level_tokenizer(["a", "b", "c"])).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5, generator=generator)
+    model.denoiser.requires_grad_(False)
+    return model
+
+
+def test_operations_are_those_of_the_passes_that_are_run(monkeypatch):
+    model, lengths = order_model(), []
+    run = model.denoiser.backbone.run
+
+    def watched(x, cos, sin, attend):
+        lengths.extend(attend.ends.diff().tolist() if attend is not None else [x.shape[1]] * x.shape[0])
+        return run(x, cos, sin, attend)
+
+    monkeypatch.setattr(model.denoiser.backbone, "run", watched)
+    objective = train.Counted(model, K, T, 0)
+    objective(EXAMPLES, IDS, torch.tensor([0.1, 0.5, 0.9]))
+    ((tokens, steps),) = objective.counted
+    assert steps.unique().numel() > 1
+    by_pass = train.trunk_operations(model.config.denoiser, torch.tensor(lengths), torch.ones(len(lengths), 1))
+    assert train.trunk_operations(model.config.denoiser, tokens, steps) == by_pass
+
+
+@pytest.mark.parametrize("rewarded", [False, True])
+def test_the_plain_rollouts_have_the_same_loss_and_gradient(rewarded):
+    model, options = order_model(), {"temperature": 0.0, "checker": FixedTask(EXAMPLES) if rewarded else None}
+    found = []
+    for kind in (SelfObjective, train.PlainRollouts):
+        model.zero_grad()
+        loss = kind(model, K, T, 0, **options)(EXAMPLES, IDS, torch.tensor([0.1, 0.5, 0.9])).loss
+        loss.backward()
+        found.append((loss.detach(), model.selector.read_hidden.weight.grad.clone()))
+    (ours, our_gradient), (plain, plain_gradient) = found
+    assert float(our_gradient.abs().sum()) > 1e-3
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(our_gradient, plain_gradient)
+
+
+@pytest.mark.parametrize(("threshold", "rule"), [(float("inf"), "top-prob"), (0.5, "threshold:0.5")])
+def test_the_plain_loop_writes_what_the_engine_writes(threshold, rule):
+    """Four masks each, so that top-prob with four steps reveals one per step."""
+    denoiser = small_model().eval().denoiser
+    plain = throughput.plain_loop(denoiser, 2, threshold, CPU, EXAMPLES)
+    ours = throughput.engine_loop(Engine(denoiser, rule, 4, batch_size=2), CPU, EXAMPLES)
+    assert plain.tokens[EXAMPLES.attention_mask].tolist() == ours.tokens[EXAMPLES.attention_mask].tolist()
+    assert plain.steps.tolist() == ours.steps.tolist()
+    assert (plain.steps < 4).any() == (rule != "top-prob")
+    assert plain.rows == 2 * int(plain.steps[:2].max()) + int(plain.steps[2])
+
+
+def test_the_setting_with_the_fewest_rows_that_is_right_often_enough():
+    right, wrong = EXAMPLES.tokens, 1 - EXAMPLES.tokens
+    rows = {
+        0.1: (torch.cat([right[:1], wrong[1:]]), 10),
+        0.2: (torch.cat([right[:2], wrong[2:]]), 20),
+        0.3: (right, 30),
+    }
+
+    def make(setting, compiled):
+        tokens, evaluated = rows[setting]
+        return lambda examples: throughput.Written(tokens, torch.ones(3), evaluated)
+
+    way = throughput.Way("some", list(rows), make)
+    chosen = partial(throughput.choose, way, FixedTask(EXAMPLES), EXAMPLES)
+    assert [chosen(least).setting for least in (0.0, 0.5, 0.9)] == [0.1, 0.2, 0.3]
+    assert chosen(0.5).enough
+    assert not chosen(1.1).enough
+    assert chosen(1.1).setting == 0.3
