@@ -50,12 +50,11 @@ def sweep(
         if given == "learned" and selector is not None:
             plan += _learned_sweep(selector, limits)
             continue
-        every = [rule for rule in AT_EVERY_CAP if _key(rule) == given]
-        largest = [rule for rule in AT_THE_LARGEST if _key(rule) == given]
+        every: list[str | Policy] = [rule for rule in AT_EVERY_CAP if _key(rule) == given]
         for rule in every or [given]:
             parsed = rule if isinstance(rule, Policy) else parse_policy(rule, selector)
             plan += [(parsed, cap) for cap in limits]
-        plan += [(parse_policy(rule), limits[-1]) for rule in largest]
+        plan += [(parse_policy(rule), limits[-1]) for rule in AT_THE_LARGEST if _key(rule) == given]
         if given == "top-prob" and not caps:  # in one step all rules are the same: the left end of their curve
             plan.append((parse_policy("top-prob"), 1))
     return list({(rule.name, cap): (rule, cap) for rule, cap in plan}.values())
@@ -263,13 +262,12 @@ def _curve(
 
 
 def _points(records: Iterable[Record]) -> list[Point]:
-    return [
-        Point(
-            *(family(r.spec.policy), r.spec.policy, r.spec.budget, r.spec.trained_seed if r.spec.learned else None),
-            *(r.mean_steps, r.outcome.score, r.outcome.ci_low, r.outcome.ci_high, r.key),
-        )
-        for r in records
-    ]
+    found = []
+    for record in records:
+        spec, outcome = record.spec, record.outcome
+        named = family(spec.policy), spec.policy, spec.budget, spec.trained_seed
+        found.append(Point(*named, record.mean_steps, outcome.score, outcome.ci_low, outcome.ci_high, record.key))
+    return found
 
 
 def _reading(hulls: Sequence[Side], weigh: Weigh, verdicts: dict[str, np.ndarray]) -> Reading:
@@ -335,7 +333,8 @@ def _rounded(value: float) -> float:
 
 
 def write_curve(run: Path, found: Sequence[Curve]) -> None:
-    """RUN/curve.json: the records of a run have one setting, and so one curve; none where nothing can be compared."""
+    """RUN/curve.json: the records of one sweep have one setting, and so one curve, or none without a rule."""
+    (run / "curve.json").unlink(missing_ok=True)
     for curve in found:
         write_text(run / "curve.json", sealed(asdict(curve)) + "\n")
 

@@ -20,6 +20,7 @@ from unmask.tasks.task import Task
 
 if TYPE_CHECKING:
     from unmask.evaluation.bound import BoundReport
+    from unmask.evaluation.curve import Curve, Reading
 
 LEARNED_COLOUR = "#c2410c"
 
@@ -251,3 +252,62 @@ def bound_table(bound: BoundReport, run: str) -> ResultTable:
         rows.append(["minus the true entropy, the limit", f"{-bound.entropy:.4f}", "exact"])
     headings = ["bound, nats per token", "value", "standard error"]
     return ResultTable(f"{run}: held-out bounds, {bound.num_examples} sequences", "", headings, rows, marked=[True])
+
+
+CURVE_LEGEND = (
+    "mean steps: at most so many. best rule: the best mixture of all points of all rules (threshold, factor, eb, klass, "
+    "top-prob, margin, each swept, and at several caps @ max_steps), learned: of all points of the order. Both are "
+    "chosen after the fact on these problems, which favours the rules: they have more points. 95%: paired bootstrap "
+    "over problems and orders."
+)
+
+
+def curve_verdict(curve: Curve) -> str:
+    """Whether the learned order is better than every rule, and where: a sentence."""
+    best = curve.highest
+    rule = f"{100 * best.rule:.1f}% in {best.rule_steps:.2f} steps"
+    if curve.start is None:
+        return f"There is no learned order here; the best rule reaches {rule}."
+    seeds = f" (mean of {len(curve.seeds)} seeds)" if len(curve.seeds) > 1 else ""
+    mean = curve.mean or curve.at[0].reading
+    gain, where = mean.gain or 0.0, f"at {curve.start:.2f} steps"
+    width = f" {_interval(mean)}" if mean.low is not None else ""
+    unsure = "" if mean.low is None or mean.high is None or mean.low > 0 or mean.high < 0 else ", which may be chance"
+    side = "above" if gain > 0 else "below" if gain < 0 else "equal to"
+    if curve.stop is not None:
+        where = f"from {curve.start:.2f} to {curve.stop:.2f} steps"
+        if gain > 0 and curve.above != [[round(curve.start, 6), round(curve.stop, 6)]]:
+            side = "mostly above"
+        elif gain <= 0 and curve.above:
+            side = "mostly below"
+    part = " and ".join(f"{left:.2f} to {right:.2f}" for left, right in curve.above)
+    parts = f" It is above from {part} steps." if side.startswith("mostly") else ""
+    amount = f"by {100 * gain:+.1f} points{' on average' if curve.mean else ''}{width}{unsure}"
+    highest = f" The highest scores are {100 * (best.learned or 0):.1f}% in {best.learned_steps:.2f} steps and {rule}."
+    return f"learned{seeds} is {side} the best rule {where}, {amount}.{parts}{highest}"
+
+
+def curve_table(curve: Curve) -> ResultTable:
+    """The learned order against the best rule at equal mean steps."""
+    rows = []
+    readings = [(f"{at.steps:.2f}", at.reading) for at in curve.at]
+    readings += [(f"mean, {curve.start:.2f} to {curve.stop:.2f}", curve.mean)] if curve.mean else []
+    for name, reading in [*readings, ("highest", curve.highest)]:
+        rule, learned = _score(reading.rule), "–" if reading.learned is None else _score(reading.learned)
+        if name == "highest":
+            rule += f" @ {reading.rule_steps:.2f}"
+            learned += "" if reading.learned_steps is None else f" @ {reading.learned_steps:.2f}"
+        gain = "–" if reading.gain is None else f"{100 * reading.gain:+.1f}"
+        width = "–" if reading.low is None else _interval(reading)
+        settings = "" if name.startswith("mean") else ", ".join(reading.settings)
+        rows.append([name, learned, rule, gain, width, settings])
+    headings = ["mean steps", "learned", "best rule", "gain", "95%", "which"]
+    return ResultTable("learned against the best rule", CURVE_LEGEND, headings, rows, minor=("which",))
+
+
+def _score(score: float) -> str:
+    return f"{100 * score:.1f}"
+
+
+def _interval(reading: Reading) -> str:
+    return f"[{100 * (reading.low or 0):+.1f}, {100 * (reading.high or 0):+.1f}]"
