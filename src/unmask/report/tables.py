@@ -255,7 +255,7 @@ def bound_table(bound: BoundReport, run: str) -> ResultTable:
 
 
 CURVE_LEGEND = (
-    "mean steps: at most so many. best rule: the best mixture of all points of all rules (threshold, factor, eb, klass, "
+    "mean steps: at most these. best rule: the best mixture of all points of all rules (threshold, eb, factor, klass, "
     "top-prob, margin, each swept, and at several caps @ max_steps), learned: of all points of the order. Both are "
     "chosen after the fact on these problems, which favours the rules: they have more points. 95%: paired bootstrap "
     "over problems and orders."
