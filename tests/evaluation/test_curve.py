@@ -16,7 +16,7 @@ from unmask.decoding.policies import Margin, Threshold
 from unmask.evaluation.compare import crossed_difference
 from unmask.evaluation.curve import (
     Point,
-    curves,
+    compared_curves,
     family,
     frontier,
     mean_weights,
@@ -109,7 +109,7 @@ ORDERS = [
 
 def test_gains_and_area_by_hand():
     """From 2 to 5 steps: the gain rises from 0 to 0.25 at 4 and falls to 0.125 at 5."""
-    (curve,) = curves([*ORDERS, *RULES])
+    (curve,) = compared_curves([*ORDERS, *RULES])
     assert (curve.start, curve.stop, curve.seeds) == (2, 5, [0])
     at = {found.steps: found.reading for found in curve.at}
     assert list(at) == [2, 2.5, 3, 3.5, 4, 5, 6]
@@ -127,7 +127,7 @@ def test_gains_and_area_by_hand():
 
 def test_the_intervals_are_of_the_weighted_verdicts():
     """At 3 steps: half of each of the order's verdicts against half of each of the rule's, problem by problem."""
-    (curve,) = curves([*ORDERS, *RULES])
+    (curve,) = compared_curves([*ORDERS, *RULES])
     first, second, low, high = (
         np.array([mark == "1" for mark in marks]) * 1.0 for marks in ("11100000", "11111110", "11000000", "11111100")
     )
@@ -145,7 +145,7 @@ def test_several_seeds_meet_the_same_rules():
     """Each has its own frontier; the interval is over problems and seeds."""
     second = [dataclasses.replace(r, spec=dataclasses.replace(r.spec, trained_seed=1)) for r in ORDERS[:2]]
     weak = order("learned(price=0.1,deterministic)", 9, "11111000", 4, seed=1)
-    (curve,) = curves([*ORDERS, second[0], weak, *RULES])
+    (curve,) = compared_curves([*ORDERS, second[0], weak, *RULES])
     assert curve.seeds == [0, 1]
     at = {found.steps: found.reading for found in curve.at}
     assert at[4].seed_gains == pytest.approx([0.25, 0])
@@ -160,49 +160,49 @@ def test_several_seeds_meet_the_same_rules():
 def test_where_the_curves_cross():
     """0.25 against 0.375 at 2 steps and 0.875 against 0.625 at 4: equal at 2 + 2/3."""
     weak = order("learned(price=2,deterministic)", 9, "11000000", 2)
-    (curve,) = curves([weak, *ORDERS[1:], *RULES])
+    (curve,) = compared_curves([weak, *ORDERS[1:], *RULES])
     assert curve.above == [[pytest.approx(2 + 2 / 3, abs=1e-6), 5]]
     said = curve_verdict(curve)
     assert said.startswith("learned is mostly above the best rule from 2.00 to 5.00 steps, by +")
     assert "It is above from 2.67 to 5.00 steps." in said
     bad = [order("learned(price=2,deterministic)", 9, "00000000", 2), order("learned", 9, "00000001", 4)]
-    (curve,) = curves([*bad, *RULES])
+    (curve,) = compared_curves([*bad, *RULES])
     assert curve.above == []
     assert curve_verdict(curve).startswith("learned is below the best rule from 2.00 to 4.00 steps, by -")
 
 
 def test_scores_alone_have_no_interval():
-    (curve,) = curves([without_verdicts(record) for record in (*ORDERS, *RULES)])
+    (curve,) = compared_curves([without_verdicts(record) for record in (*ORDERS, *RULES)])
     assert curve.mean.gain == pytest.approx(0.4375 / 3, abs=1e-6)
     assert (curve.mean.low, curve.highest.high) == (None, None)
-    (curve,) = curves([*ORDERS, *RULES[:1], without_verdicts(RULES[1])])
+    (curve,) = compared_curves([*ORDERS, *RULES[:1], without_verdicts(RULES[1])])
     assert curve.mean.low is None
     assert "points on average. The" in curve_verdict(curve)
 
 
 def test_an_order_with_one_point_is_compared_there():
-    (curve,) = curves([ORDERS[1], *RULES])
+    (curve,) = compared_curves([ORDERS[1], *RULES])
     assert (curve.start, curve.stop, curve.mean, curve.at[0].steps) == (4, None, None, 4)
     assert curve_verdict(curve).startswith("learned is above the best rule at 4.00 steps, by +25.0 points [")
 
 
 def test_rules_alone_and_orders_alone():
-    (curve,) = curves(RULES)
+    (curve,) = compared_curves(RULES)
     assert (curve.start, curve.mean, curve.highest.rule, curve.highest.learned) == (None, None, 0.75, None)
     assert curve_verdict(curve) == "There is no learned order here; the best rule reaches 75.0% in 5.00 steps."
     assert [row[:4] for row in curve_table(curve).rows][-1] == ["highest", "–", "75.0 @ 5.00", "–"]
-    assert curves(ORDERS) == []
+    assert compared_curves(ORDERS) == []
 
 
 def test_what_cannot_be_compared_is_not(tmp_path):
     """Rules on another denoiser or of another split are no rivals."""
     strong = result("threshold:0.9", 1, "11111111", [1] * 8, denoiser="ba9876543210")
     other = result("threshold:0.9", 1, "11111111", [1] * 8, split="test2")
-    assert curves([*ORDERS, *RULES, strong, other]) == curves([*ORDERS, *RULES])
+    assert compared_curves([*ORDERS, *RULES, strong, other]) == compared_curves([*ORDERS, *RULES])
 
 
 def test_a_curve_is_kept_whole(tmp_path):
-    (curve,) = curves([*ORDERS, *RULES])
+    (curve,) = compared_curves([*ORDERS, *RULES])
     write_curve(tmp_path, [curve])
     assert read_curve(tmp_path / "curve.json") == curve
     text = (tmp_path / "curve.json").read_text()
@@ -216,7 +216,7 @@ def test_a_curve_is_kept_whole(tmp_path):
 def test_the_plot_has_a_line_for_each_family_and_seed():
     second = [dataclasses.replace(r, spec=dataclasses.replace(r.spec, trained_seed=1)) for r in ORDERS]
     for orders, names in ((ORDERS, ["learned"]), ([*ORDERS, *second], ["learned, seed 0", "learned, seed 1"])):
-        (curve,) = curves([*orders, *RULES])
+        (curve,) = compared_curves([*orders, *RULES])
         (axes,) = curve_plot(curve, "valid, %").axes
         assert [text.get_text() for text in axes.get_legend().get_texts()] == ["margin", "threshold", *names]
 
@@ -287,7 +287,7 @@ def test_the_command_draws_a_curve_and_repeats_nothing(trained, call, tmp_path):
     records = read_run(run)
     assert {point.key for point in curve.points} == {record.key for record in records}
     assert len(records) == 8 + 4 + 5 * 2 + 3
-    assert curves(records) == [curve], "from the records alone"
+    assert compared_curves(records) == [curve], "from the records alone"
     assert (run / "curve.svg").read_text().startswith("<svg")
     assert json.loads((run / "curve.json").read_text())["crc"]
     before = contents(run)

@@ -200,7 +200,7 @@ Weigh = Callable[[Sequence[Point]], np.ndarray]
 Side = tuple[list[Point], list[Point]]  # frontiers of an order (empty without one) and of the rules
 
 
-def curves(records: Sequence[Record]) -> list[Curve]:
+def compared_curves(records: Sequence[Record]) -> list[Curve]:
     """One for the orders of each model and setting, seeds together; where there are none, one of each denoiser's rules.
 
     Orders are those of the rule `learned`, whatever its parameters.
@@ -208,14 +208,14 @@ def curves(records: Sequence[Record]) -> list[Curve]:
     orders = [record for record in records if record.spec.learned and _key(record.spec.policy) == "learned"]
     if orders:
         groups = grouped(orders, lambda r: (r.spec.model, r.spec.joint, *r.spec.setting)).values()
-        found = [_compared(group, records) for group in groups]
+        found = [_with_rivals(group, records) for group in groups]
         return [curve for curve in found if curve is not None]
     plain = [record for record in records if not record.spec.learned]
     rules = grouped(plain, lambda record: (record.spec.denoiser, *record.spec.setting))
     return [_curve([([], own)], {}, own) for own in rules.values()]
 
 
-def _compared(orders: Sequence[Record], records: Sequence[Record]) -> Curve | None:
+def _with_rivals(orders: Sequence[Record], records: Sequence[Record]) -> Curve | None:
     """The orders of one group against their rivals; None where they have none."""
     by_seed = grouped(orders, lambda record: record.spec.trained_seed)
     sides = []

@@ -14,7 +14,7 @@ from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
 from unmask.errors import UserError, require
 from unmask.evaluation.compare import next_budget
-from unmask.evaluation.curve import curves, sweep, write_curve
+from unmask.evaluation.curve import compared_curves, sweep, write_curve
 from unmask.evaluation.evaluate import Setup, check_examples, evaluate_policy, response_sizes
 from unmask.evaluation.records import Record, append_records, read_records, read_run
 from unmask.evaluation.verdicts import VerdictFile
@@ -61,8 +61,8 @@ def evaluate(
     folder: what has been evaluated is not evaluated again, unless `again`.  The options are those of `unmask evaluate`.
 
     curve: the learned order at many prices and every rule at many settings instead, or those of the families (learned,
-    threshold) and rules in `policies`, each with `steps` as the most steps.  What `curves` makes of the records is
-    written to RUN/curve.json.
+    threshold) and rules in `policies`, each with `steps` as the most steps.  RUN/curve.json is what `compared_curves`
+    makes of the records.
     """
     processes = Processes(cpu)
     policies = [policies] if isinstance(policies, str | Policy) else policies
@@ -128,7 +128,7 @@ def evaluate(
     records = run(learned)
     if curve:
         if folder and processes.is_main:
-            write_curve(folder, curves(records))
+            write_curve(folder, compared_curves(records))
         return records
     met = [*([] if steps else records), *elsewhere]
     heuristics = _with_equal_steps(heuristics, met, sizes)
