@@ -93,22 +93,15 @@ def tables(studies: Sequence[Results], plots: str) -> str:
             spec, gains, curves = records[0].spec, _alike(part, results.gains), _curves(part, results)
             tokens = "greedy tokens" if spec.temperature == 0 else f"tokens at temperature {spec.temperature:g}"
             text = f"{spec.num_examples:,} problems{_constants(records)}; {tokens}. Denoisers: {_denoisers(records)}."
-            parts += [f"## {title}", text]
-            for picture, curve in curves.items():
-                table = curve_table(curve)
-                parts += [f"{curve.model}, {'joint' if curve.joint else 'frozen'}: {curve_verdict(curve)}"]
-                parts += [
-                    f"![{title}: quality against mean steps]({plots}/{picture})",
-                    _table(table.headings, table.rows),
-                ]
+            parts += [f"## {title}", *(_curve(curve, f"{plots}/{drawn}") for drawn, curve in curves.items()), text]
+            kept = records
             if curves:  # the points of a sweep are in the records
+                single = {_group(gain) for gain in gains}
+                kept = [record for record in records if not record.spec.learned or _group(record.spec) in single]
                 parts += [CURVE_LEGEND]
-                shown = {_group(gain) for gain in gains}
-                orders = [record for record in records if record.spec.learned and _group(record.spec) in shown]
             else:
                 parts += [f"![{title}: accuracy against mean steps]({plots}/{picture})"]
-                orders = [record for record in records if record.spec.learned]
-            parts += [_table(*rows) for rows in (_orders(orders, gains), _rivals(gains)) if rows[1]]
+            parts += [_table(*rows) for rows in (_orders(kept, gains), _rivals(gains)) if rows[1]]
             parts += [_table(*rows) for rows in _heuristics(records)]
         if results.done:
             parts += [f"## {results.name}: wall time", _times(results.done)]
@@ -152,12 +145,21 @@ def _curves(part: Part, results: Results) -> dict[str, Curve]:
     """Each by the file of its plot."""
     own = _alike(part, results.curves)
     names = [f"-{curve.model}{'-joint' * curve.joint}" if len(own) > 1 else "" for curve in own]
-    return {f"{Path(part.plot).stem}{name}-curve.svg": curve for name, curve in zip(names, own, strict=True)}
+    stem = part.plot.removesuffix(".svg")
+    files = [f"{stem}{name}-curve.svg".replace("/", "-").replace(" ", "-") for name in names]
+    return dict(zip(files, own, strict=True))
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 Rows = tuple[list[str], list[list[str]]]
+
+
+def _curve(curve: Curve, picture: str) -> str:
+    """The verdict, the plot and the gains."""
+    name, table = f"{curve.model}, {'joint' if curve.joint else 'frozen'}", curve_table(curve)
+    plotted = f"![{name}, {curve.split}: quality against mean steps]({picture})"
+    return "\n\n".join([f"**{name}:** {curve_verdict(curve)}", plotted, _table(table.headings, table.rows)])
 
 
 def _orders(records: Sequence[Record], gains: Sequence[Gain]) -> Rows:
