@@ -226,7 +226,7 @@ def evaluate(
     steps: Annotated[
         list[int] | None,
         Option(
-            help="Budget of steps; may be repeated.",
+            help="Budget of steps, the most that a sequence may take; may be repeated.",
             show_default="the recipe's, and what a comparison at the learned order's steps needs",
         ),
     ] = None,

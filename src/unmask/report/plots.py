@@ -126,12 +126,13 @@ def curve_plot(curve: Curve, what: str) -> Figure:
     best = {point.key for point in frontier(p for p in curve.points if p.family != "learned")}
     for (learned, name, seed), points in sorted(families.items(), key=lambda item: (item[0][:2], item[0][2] or 0)):
         colour = LEARNED_COLOUR if learned else colours[name]
-        several = learned and len(curve.seeds) > 1
         hull = frontier(points)
         steps, scores = [p.mean_steps for p in hull], [100 * p.score for p in hull]
-        label = f"{name}, seed {seed}" if several else name
-        dashes, width = "--" if name in DASHED else "-", 2.2 if learned else 0.9
-        axes.plot(steps, scores, color=colour, linestyle=dashes, linewidth=width, label=visible(label))
+        label = f"{name}, {len(curve.seeds)} seeds" if learned and len(curve.seeds) > 1 else name
+        shown_before = learned and seed != curve.seeds[0]  # one entry for all seeds
+        dashes, width = "--" if name in DASHED else "-", 2.0 if learned else 0.9
+        look = {"color": colour, "linestyle": dashes, "linewidth": width}
+        axes.plot(steps, scores, label=None if shown_before else visible(label), **look)
         axes.scatter([p.mean_steps for p in points], [100 * p.score for p in points], s=7, color=colour, alpha=0.35)
         shown = [p for p in hull if learned or p.key in best]
         middle, low, high = (100 * np.array([getattr(p, f) for p in shown]) for f in ("score", "ci_low", "ci_high"))
