@@ -141,6 +141,23 @@ def test_the_intervals_are_of_the_weighted_verdicts():
     )
 
 
+def test_held_out_corners_are_chosen_on_the_other_problems():
+    """A rule, and 200 orders that differ from it on a fifth of the problems, by a coin: the best of them is luck."""
+    rule = np.array([0, 1, 1, 0] * 100)
+    coins = np.vstack([rule, rule ^ (np.random.default_rng(0).random((200, 400)) < 0.2)])
+    coins = ["".join(map(str, coin)) for coin in coins]
+    orders = [order(f"learned(price={1 + i / 1000:.3f})", 2, coin, 2) for i, coin in enumerate(coins[1:])]
+    (curve,) = compared_curves([result("margin", 2, coins[0]), *orders])
+    (at,) = (found.reading for found in curve.at if found.steps == 2)
+    assert at.low > 0, "the interval knows nothing of the choice"
+    valid = np.array([[mark == "1" for mark in coin] for coin in coins]) * 1.0
+    even, odd = (int(valid[1:, half::2].mean(-1).argmax()) + 1 for half in (0, 1))
+    expected = (valid[odd, ::2].sum() + valid[even, 1::2].sum()) / 400 - valid[0].mean()
+    assert at.held_out[0] == pytest.approx(expected, abs=1e-6)
+    assert at.held_out[1] < 0 < at.held_out[2]
+    assert "which may be chance" in curve_verdict(curve)
+
+
 def test_several_seeds_meet_the_same_rules():
     """Each has its own frontier; the interval is over problems and seeds."""
     second = [dataclasses.replace(r, spec=dataclasses.replace(r.spec, trained_seed=1)) for r in ORDERS[:2]]
@@ -176,7 +193,7 @@ def test_scores_alone_have_no_interval():
     assert curve.mean.gain == pytest.approx(0.4375 / 3, abs=1e-6)
     assert (curve.mean.low, curve.highest.high) == (None, None)
     (curve,) = compared_curves([*ORDERS, *RULES[:1], without_verdicts(RULES[1])])
-    assert curve.mean.low is None
+    assert (curve.mean.low, curve.mean.held_out) == (None, [])
     assert "points on average. The" in curve_verdict(curve)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,7 @@ class Reading:
     low: float | None  # 95% interval; null also where verdicts were not kept
     high: float | None
     seed_gains: list[float]
+    held_out: list[float]  # the gain with corners chosen on other problems, and its interval; empty: no verdicts
 
 
 @dataclass(frozen=True)
@@ -173,8 +175,12 @@ class Curve:
 
     a is the least m at which both are known, b the most steps that both were seen to take.  Both are weighted sums of
     verdicts on the same problems, d_se; the intervals resample problems and orders (`Gain` in compare.py), with the
-    corners as they are.  The corners are chosen after the fact, on these problems: that favours the side with more
-    points, the rules.
+    corners as they are.
+
+    The corners are chosen after the fact, on these problems, and the best of many points is partly luck: that favours
+    the side with more points near its frontier, be it the rules or the order.  So every gain is also given `held_out`:
+    corners chosen on the problems with even numbers are read on those with odd numbers and the other way round, which
+    favours neither.
     """
 
     task: str
@@ -197,11 +203,12 @@ class Curve:
 
 
 Weigh = Callable[[Sequence[Point]], np.ndarray]
-Side = tuple[list[Point], list[Point]]  # frontiers of an order (empty without one) and of the rules
+Sides = list[tuple[list[Point], list[Point]]]  # of each seed the frontiers of its order (empty: none) and its rules
+Recorded = Sequence[tuple[Sequence[Record], Sequence[Record]]]  # of each seed the records of its order and its rules
 
 
 def compared_curves(records: Sequence[Record]) -> list[Curve]:
-    """One for the orders of each model and setting, seeds together; where there are none, one of each denoiser's rules.
+    """One for the orders of each model and setting, seeds together; without orders, one of each denoiser's rules.
 
     Orders are those of the rule `learned`, whatever its parameters.
     """
@@ -225,27 +232,23 @@ def _with_rivals(orders: Sequence[Record], records: Sequence[Record]) -> Curve |
     return _curve(sides, by_seed, orders) if all(rules for _, rules in sides) else None
 
 
-def _curve(
-    sides: Sequence[tuple[Sequence[Record], Sequence[Record]]], seeds: Iterable[int | None], shown: Sequence[Record]
-) -> Curve:
-    """`sides`: the records of each seed's order and those of its rules."""
-    records = {record.key: record for side in sides for own in side for record in own}
-    points = [[_points(own) for own in side] for side in sides]
-    hulls: list[Side] = [(frontier(learned), frontier(rules)) for learned, rules in points]
-    known = [own for side in points for own in side if own]
-    start = max(frontier(own)[0].mean_steps for own in known)
-    stop = min(max(point.mean_steps for point in own) for own in known)
-    most = max(point.mean_steps for own in known for point in own)
-    wide = stop > start + NEAR
-    verdicts = {key: r.verdicts.valid for key, r in records.items() if r.verdicts is not None}
+def _curve(recorded: Recorded, seeds: Iterable[int | None], shown: Sequence[Record]) -> Curve:
+    points = [[_point(record) for record in own] for sides in recorded for own in sides if own]
+    start = max(frontier(own)[0].mean_steps for own in points)
+    stop = min(max(point.mean_steps for point in own) for own in points)
+    most = max(point.mean_steps for own in points for point in own)
+    steps = [m for m in STEPS if start - NEAR <= m <= most + NEAR]
+    has_order, wide, spec = bool(recorded[0][0]), stop > start + NEAR, shown[0].spec
+    steps = steps if wide and steps else sorted({start, *steps})
+    records = [record for sides in recorded for own in sides for record in own]
+    verdicts = {record.key: record.verdicts.valid for record in records if record.verdicts is not None}
+    hulls = _frontiers(recorded)
+    split = len(verdicts) == len({record.key for record in records}) and spec.num_examples > 1
+    halves = [_frontiers(recorded, half) for half in (slice(0, None, 2), slice(1, None, 2))] if split else []
 
     def reading(weigh: Weigh) -> Reading:
-        return _reading(hulls, weigh, verdicts)
+        return _reading(hulls, halves, weigh, verdicts)
 
-    steps = [m for m in STEPS if start - NEAR <= m <= most + NEAR]
-    steps = steps if wide and steps else sorted({start, *steps})
-    has_order = all(learned for learned, _ in hulls)
-    spec = shown[0].spec
     shared: dict[str, Any] = {f.name: getattr(spec, f.name) for f in fields(Curve) if hasattr(spec, f.name)}
     return Curve(
         **shared,
@@ -254,56 +257,76 @@ def _curve(
         stop=stop if has_order and wide else None,
         above=_above(hulls, start, stop) if has_order and wide else [],
         mean=reading(lambda hull: mean_weights(hull, start, stop)) if has_order and wide else None,
-        at=[At(m, reading(lambda hull, m=m: weights_at(hull, m))) for m in steps],  # type: ignore[misc]
+        at=[At(m, reading(partial(weights_at, m=m))) for m in steps],
         highest=reading(lambda hull: np.eye(len(hull))[-1]),
-        points=list({point.key: point for side in points for own in side for point in own}.values()),
+        points=list({point.key: point for own in points for point in own}.values()),
         revision=shown[0].outcome.revision,
     )
 
 
-def _points(records: Iterable[Record]) -> list[Point]:
-    found = []
-    for record in records:
-        spec, outcome = record.spec, record.outcome
-        named = family(spec.policy), spec.policy, spec.budget, spec.trained_seed
-        found.append(Point(*named, record.mean_steps, outcome.score, outcome.ci_low, outcome.ci_high, record.key))
-    return found
+def _point(record: Record, among: slice | None = None) -> Point:
+    """`among`: as it is on these problems."""
+    spec, outcome, verdicts = record.spec, record.outcome, record.verdicts
+    steps, score = record.mean_steps, outcome.score
+    if among is not None and verdicts is not None:
+        steps, score = float(verdicts.steps[among].mean()), float(verdicts.valid[among].mean())
+    named = family(spec.policy), spec.policy, spec.budget, spec.trained_seed
+    return Point(*named, steps, score, outcome.ci_low, outcome.ci_high, record.key)
 
 
-def _reading(hulls: Sequence[Side], weigh: Weigh, verdicts: dict[str, np.ndarray]) -> Reading:
+def _frontiers(recorded: Recorded, among: slice | None = None) -> Sides:
+    first, second = ([frontier(_point(r, among) for r in sides[i]) for sides in recorded] for i in (0, 1))
+    return list(zip(first, second, strict=True))
+
+
+def _reading(hulls: Sides, halves: Sequence[Sides], weigh: Weigh, verdicts: dict[str, np.ndarray]) -> Reading:
     """S orders against their rules, with the weights that `weigh` gives the corners of a frontier."""
-    score, taken = np.zeros((2, len(hulls), 2))  # [S, learned or rule]
-    rows: list[np.ndarray] = []  # d_s [E]
+    read_off = []  # [S]: score and steps of the order, then of the rules
     settings: dict[str, None] = {}
-    for s, (learned, rules) in enumerate(hulls):
-        d: np.ndarray | float = 0.0
-        for side, (hull, sign) in enumerate(((learned, 1), (rules, -1))):
-            for w, point in zip(weigh(hull) if hull else (), hull, strict=True):
-                score[s, side] += w * point.score
-                taken[s, side] += w * point.mean_steps
-                if w > NEAR:
-                    d = d + sign * w * verdicts.get(point.key, np.array(np.nan))
-                    if side == 1:
-                        settings[f"{point.policy} @ {point.cap}"] = None
-        rows.append(np.asarray(d))
-    gains = score[:, 0] - score[:, 1]
-    has_order = all(learned for learned, _ in hulls)
-    paired = has_order and not any(np.isnan(row).any() for row in rows)
-    interval = crossed_difference(np.stack(rows)) if paired else None
+    for sides in hulls:
+        weights = [weigh(hull) if hull else np.zeros(0) for hull in sides]
+        ours = [[(p.score, p.mean_steps) for p in hull] or np.zeros((0, 2)) for hull in sides]  # [K, 2] each
+        read_off.append([w @ np.array(values) for w, values in zip(weights, ours, strict=True)])
+        rules = zip(weights[1], sides[1], strict=True)
+        settings |= {f"{point.policy} @ {point.cap}": None for w, point in rules if w > NEAR}
+    (learned, learned_steps), (rule, rule_steps) = np.transpose(read_off, (1, 2, 0))  # [S] each
+    has_order, d = bool(hulls[0][0]), _differences(hulls, weigh, verdicts)
+    interval = None if d is None else crossed_difference(d)
+    held_out: list[float] = []
+    chosen = [found for half in halves if (found := _differences(half, weigh, verdicts)) is not None]
+    if len(chosen) == 2:
+        on_even, on_odd = chosen  # where their corners were chosen
+        read = np.where(np.arange(on_even.shape[1]) % 2 == 0, on_odd, on_even)
+        held_out = [_rounded(value) for value in crossed_difference(read)]
     return Reading(
-        rule=_rounded(score[:, 1].mean()),
-        rule_steps=_rounded(taken[:, 1].mean()),
+        rule=_rounded(rule.mean()),
+        rule_steps=_rounded(rule_steps.mean()),
         settings=list(settings),
-        learned=_rounded(score[:, 0].mean()) if has_order else None,
-        learned_steps=_rounded(taken[:, 0].mean()) if has_order else None,
-        gain=_rounded(gains.mean()) if has_order else None,
+        learned=_rounded(learned.mean()) if has_order else None,
+        learned_steps=_rounded(learned_steps.mean()) if has_order else None,
+        gain=_rounded((learned - rule).mean()) if has_order else None,
         low=_rounded(interval.low) if interval else None,
         high=_rounded(interval.high) if interval else None,
-        seed_gains=[_rounded(gain) for gain in gains] if has_order else [],
+        seed_gains=[_rounded(gain) for gain in learned - rule] if has_order else [],
+        held_out=held_out,
     )
 
 
-def _above(hulls: Sequence[Side], start: float, stop: float) -> list[list[float]]:
+def _differences(hulls: Sides, weigh: Weigh, verdicts: dict[str, np.ndarray]) -> np.ndarray | None:
+    """d [S, E]: the weighted verdicts on the order's corners less those on the rules'; None where some are missing."""
+    rows = []
+    for learned, rules in hulls:
+        if not learned:
+            return None
+        weighed = [(w, p.key) for w, p in zip(weigh(learned), learned, strict=True) if w > NEAR]
+        weighed += [(-w, p.key) for w, p in zip(weigh(rules), rules, strict=True) if w > NEAR]
+        if any(key not in verdicts for _, key in weighed):
+            return None
+        rows.append(sum(w * verdicts[key] for w, key in weighed))
+    return np.stack(rows)
+
+
+def _above(hulls: Sides, start: float, stop: float) -> list[list[float]]:
     """Where in [start, stop] the gain is above 0: it is linear between corners, so a change of sign is solved for."""
 
     def height(hull: Sequence[Point], m: float) -> float:

@@ -17,7 +17,7 @@ from unmask.files import write_text
 from unmask.jsonl import ResultsError, read_jsonl
 from unmask.recipe import PLAIN_RULES
 from unmask.report.plots import Series, curve_plot, plot, svg
-from unmask.report.tables import CURVE_LEGEND, curve_table, curve_verdict, distinctions
+from unmask.report.tables import curve_table, curve_verdict, distinctions
 from unmask.studies.study import Done, read_done
 
 BEGIN = "<!-- Written by `unmask report --markdown`: do not edit. -->"
@@ -98,7 +98,6 @@ def tables(studies: Sequence[Results], plots: str) -> str:
             if curves:  # the points of a sweep are in the records
                 single = {_group(gain) for gain in gains}
                 kept = [record for record in records if not record.spec.learned or _group(record.spec) in single]
-                parts += [CURVE_LEGEND]
             else:
                 parts += [f"![{title}: accuracy against mean steps]({plots}/{picture})"]
             parts += [_table(*rows) for rows in (_orders(kept, gains), _rivals(gains)) if rows[1]]
@@ -159,7 +158,9 @@ def _curve(curve: Curve, picture: str) -> str:
     """The verdict, the plot and the gains."""
     name, table = f"{curve.model}, {'joint' if curve.joint else 'frozen'}", curve_table(curve)
     plotted = f"![{name}, {curve.split}: quality against mean steps]({picture})"
-    return "\n\n".join([f"**{name}:** {curve_verdict(curve)}", plotted, _table(table.headings, table.rows)])
+    return "\n\n".join(
+        [f"**{name}:** {curve_verdict(curve)}", plotted, _table(table.headings, table.rows), table.caption]
+    )
 
 
 def _orders(records: Sequence[Record], gains: Sequence[Gain]) -> Rows:
