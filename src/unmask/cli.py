@@ -17,7 +17,7 @@ from typer import Argument, BadParameter, Exit, Option, Typer
 import unmask
 from unmask.display import accept_any_character, say
 from unmask.errors import Stopped, UserError
-from unmask.files import write_text
+from unmask.files import refuse_link, write_text
 from unmask.recipe import MOST_EXAMPLES, MOST_STEPS, known_recipes, known_studies, load_recipe
 
 if TYPE_CHECKING:
@@ -236,15 +236,28 @@ def _smaller_batches(recipe: Recipe, out: Path) -> str:
 def evaluate(
     run: Run,
     policy: Annotated[
-        list[str] | None, Option(help="A rule, see `unmask policies`; may be repeated.", show_default="the recipe's")
+        list[str] | None,
+        Option(
+            help="A rule, see `unmask policies`; may be repeated. With --curve, `learned` or `threshold` is all of its "
+            "settings.",
+            show_default="the recipe's",
+        ),
     ] = None,
     steps: Annotated[
         list[int] | None,
         Option(
-            help="Budget of steps; may be repeated.",
+            help="Budget of steps, the most that a sequence may take; may be repeated.",
             show_default="the recipe's, and what a comparison at the learned order's steps needs",
         ),
     ] = None,
+    curve: Annotated[
+        bool,
+        Option(
+            "--curve",
+            help="Quality against steps instead: the learned order at many prices against the best of all rules, each "
+            "swept over its parameter, all with several --steps. Writes RUN/curve.json and RUN/curve.svg.",
+        ),
+    ] = False,
     against: Annotated[
         list[Path] | None,
         Option(
@@ -303,13 +316,14 @@ def evaluate(
             raise UserError("--samples and --price are for --bound; a rule has its own: --policy 'learned(price=0.1)'")
         tokens = {"top_p": top_p, "top_k": top_k, "guidance": guidance, "min_length": min_length}
         options |= {"temperature": temperature, "stop_at_eos": stop_at_eos, "compile": compile, "bf16": bf16, **tokens}
-        _evaluate(run, policies=policy or [], steps=steps or [], against=against or [], again=again, **options)
+        show = _evaluate_curve if curve else _evaluate
+        show(run, policies=policy or [], steps=steps or [], against=against or [], again=again, **options)
         return
     chooses_tokens = (temperature, top_p, top_k, guidance, min_length, stop_at_eos) != (None, 1.0, 0, 0.0, 0, False)
-    if policy or steps or against or again or compile or bf16 or chooses_tokens:
+    if policy or steps or against or curve or again or compile or bf16 or chooses_tokens:
         raise UserError(
-            "--bound takes no --policy, --steps, --against, --again, --compile or --bf16, and nothing that chooses "
-            "tokens, such as --temperature: it is a number of the trained model"
+            "--bound takes no --policy, --steps, --against, --curve, --again, --compile or --bf16, and nothing that "
+            "chooses tokens, such as --temperature: it is a number of the trained model"
         )
     if _is_main():  # a matter of seconds, and a sum whose rounding would depend on how it is divided
         _evaluate_bound(run, samples=samples or 8, price=price or 0.0, **options)
@@ -330,6 +344,29 @@ def _evaluate(run: Path, trust_task: bool = False, **options: Any) -> list[Recor
         tables = result_tables(records, title(run, task) + split, caption(recipe, records))
         Console(highlight=False).print(*tables, sep="\n")
     return records
+
+
+def _evaluate_curve(run: Path, **options: Any) -> None:
+    """Draw quality against steps, and print the verdict and the gains."""
+    from rich.console import Console
+
+    from unmask.evaluation.curve import read_curve
+    from unmask.evaluation.plan import evaluate
+    from unmask.report.plots import curve_plot, svg
+    from unmask.report.tables import curve_table, curve_verdict
+
+    evaluate(run, curve=True, **options)
+    if not _is_main():
+        return
+    curve = read_curve(run / "curve.json")
+    if curve is None:
+        say("No rule was evaluated that the order can be compared with.")
+        return
+    say(curve_verdict(curve))
+    Console(highlight=False).print(curve_table(curve))
+    refuse_link(run / "curve.svg")
+    write_text(run / "curve.svg", svg(curve_plot(curve, "valid, %")) + "\n")
+    say(f"curve: {run / 'curve.svg'}, {run / 'curve.json'}")
 
 
 def _evaluate_bound(run: Path, **options: Any) -> None:

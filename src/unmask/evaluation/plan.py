@@ -12,8 +12,9 @@ from torch import Tensor
 from unmask.decoding.policies import NetworkPolicy, Policy, parse_policy
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
-from unmask.errors import UserError
+from unmask.errors import UserError, require
 from unmask.evaluation.compare import next_budget
+from unmask.evaluation.curve import compared_curves, sweep, write_curve
 from unmask.evaluation.evaluate import Setup, check_examples, evaluate_policy, response_sizes
 from unmask.evaluation.records import Record, append_records, read_records, read_run
 from unmask.evaluation.verdicts import VerdictFile
@@ -45,6 +46,7 @@ def evaluate(
     seed: int | None = None,
     split: str | None = None,
     against: Sequence[str | Path] = (),
+    curve: bool = False,
     again: bool = False,
     compile: bool = False,
     bf16: bool = False,
@@ -57,6 +59,10 @@ def evaluate(
     budgets that a comparison with the learned order at equal steps needs; and always at those that one with the orders
     of the runs `against` needs, whose records are returned too.  The records and verdicts of a run are kept in its
     folder: what has been evaluated is not evaluated again, unless `again`.  The options are those of `unmask evaluate`.
+
+    curve: the learned order at many prices and every rule at many settings instead, or those of the families (learned,
+    threshold) and rules in `policies`, each with `steps` as the most steps.  RUN/curve.json is what `compared_curves`
+    makes of the records.
     """
     processes = Processes(cpu)
     policies = [policies] if isinstance(policies, str | Policy) else policies
@@ -91,14 +97,19 @@ def evaluate(
     seed = (trained_seed or 0) if seed is None else seed
     setup = Setup(model, plain, task, label, number, choice, seed, trained_seed, precision, compile)
     sizes = response_sizes(task, number)
-    names = list(policies) or [*(["learned"] if model.selector is not None else []), *defaults.policies]
-    rules = [rule if isinstance(rule, Policy) else parse_policy(rule, model.selector) for rule in names]
-    learned, heuristics = _planned(setup, rules, steps or defaults.budgets, bool(policies and steps), sizes, processes)
-    elsewhere = [record for other in against for record in _learned_in(Path(other), setup, rules[0])]
+    if curve:
+        require(not against, "--curve takes no --against: records of several runs meet in a study with `curve = true`")
+        learned, heuristics, elsewhere = _swept(setup, policies, steps, sizes, processes), Plan(), list[Record]()
+    else:
+        names = list(policies) or [*(["learned"] if model.selector is not None else []), *defaults.policies]
+        rules = [rule if isinstance(rule, Policy) else parse_policy(rule, model.selector) for rule in names]
+        budgets = steps or defaults.budgets
+        learned, heuristics = _planned(setup, rules, budgets, bool(policies and steps), sizes, processes)
+        elsewhere = [record for other in against for record in _learned_in(Path(other), setup, rules[0])]
     results, verdicts, recorded = None, None, list[Record]()
     if folder:
         results = folder / "results.jsonl"
-        for path in (results, folder / "verdicts.jsonl"):
+        for path in (results, folder / "verdicts.jsonl", folder / "curve.json"):
             refuse_link(path)
         recorded = read_records(results) if results.exists() else []
         verdicts = VerdictFile(folder / "verdicts.jsonl", processes.is_main)
@@ -115,6 +126,10 @@ def evaluate(
         return found
 
     records = run(learned)
+    if curve:
+        if folder and processes.is_main:
+            write_curve(folder, compared_curves(records))
+        return records
     met = [*([] if steps else records), *elsewhere]
     heuristics = _with_equal_steps(heuristics, met, sizes)
     records += [*elsewhere, *run(heuristics)]
@@ -140,6 +155,25 @@ def model_label(recipe: Recipe) -> str:
     return model.label or start or model.size or f"{model.layers}x{model.width}"
 
 
+def _swept(
+    setup: Setup, policies: Sequence[str | Policy], caps: Sequence[int], sizes: Tensor, processes: Processes
+) -> Plan:
+    """What a curve needs, less what cannot run."""
+    _check_steps(caps)
+    plan = sweep(setup.model.selector, policies, caps, int(sizes.max()))
+    fitting = [(rule, cap) for rule, cap in plan if _can_run(rule, cap, sizes)]
+    for rule, cap in plan[:1] if not fitting else []:
+        rule.check(cap, sizes)  # says why
+    if len(fitting) < len(plan) and processes.is_main:
+        say(f"unmask: {len(plan) - len(fitting)} of {len(plan)} points of the sweep cannot run: left out", err=True)
+    return fitting
+
+
+def _check_steps(budgets: Iterable[int]) -> None:
+    for budget in budgets:
+        require(1 <= budget <= MOST_STEPS, f"--steps must be between 1 and {MOST_STEPS:,}, got {budget}")
+
+
 def _planned(
     setup: Setup, rules: Iterable[Policy], budgets: Sequence[int], all_at: bool, sizes: Tensor, processes: Processes
 ) -> tuple[Plan, Plan]:
@@ -155,8 +189,7 @@ def _planned(
         is_learned = isinstance(rule, NetworkPolicy)
         wanted = own if is_learned and not all_at else budgets or own or [setup.task.length]
         wanted = list(dict.fromkeys(wanted))
-        if wrong := [budget for budget in wanted if not 1 <= budget <= MOST_STEPS]:
-            raise UserError(f"--steps must be between 1 and {MOST_STEPS:,}, got {wrong[0]}")
+        _check_steps(wanted)
         fitting = [budget for budget in wanted if _can_run(rule, budget, sizes)]
         if not fitting:
             rule.check(wanted[0], sizes)  # says why

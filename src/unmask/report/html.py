@@ -11,11 +11,21 @@ from typing import TYPE_CHECKING, NamedTuple
 from unmask.display import in_html
 from unmask.errors import UserError
 from unmask.evaluation.bound import BoundReport, read_bound
+from unmask.evaluation.curve import Curve, read_curve
 from unmask.evaluation.records import Record, grouped, read_run
 from unmask.files import refuse_link, write_text
 from unmask.jsonl import ResultsError
-from unmask.report.plots import order_picture, pictured, shared_plot, svg
-from unmask.report.tables import ResultTable, bound_table, caption, ordered, result_tables, title
+from unmask.report.plots import curve_plot, order_picture, pictured, shared_plot, svg
+from unmask.report.tables import (
+    ResultTable,
+    bound_table,
+    caption,
+    curve_table,
+    curve_verdict,
+    ordered,
+    result_tables,
+    title,
+)
 from unmask.training.run import load_task
 
 if TYPE_CHECKING:
@@ -32,6 +42,7 @@ class Section(NamedTuple):
     bound: BoundReport | None = None
     run: str = ""  # the run's name
     task: str = ""  # what distinguishes its task from others of the same name
+    curve: Curve | None = None
 
 
 def write_report(runs: Sequence[Path], page: Path, trust_task: bool = False, pictures: bool = True) -> None:
@@ -47,7 +58,11 @@ def write_report(runs: Sequence[Path], page: Path, trust_task: bool = False, pic
         recipe, task = load_task(run, trust_task)
         shown, bound = name if names.count(name) == 1 else str(run), read_bound(run / "bound.json")
         told, own = (title(run, task), caption(recipe, records)), json.dumps(recipe.task, sort_keys=True)
-        sections.append(Section(*told, records, task.layout, bound, shown, own))
+        curve, usual = read_curve(run / "curve.json"), ("learned", *recipe.evaluate.policies)
+        swept = {point.key for point in curve.points} if curve else set()
+        # The points of a sweep are in its plot: hundreds of rows would bury the rest.
+        records = [r for r in records if r.key not in swept or r.spec.policy in usual]
+        sections.append(Section(*told, records, task.layout, bound, shown, own, curve))
     write_html(page, sections)
     for run, section in zip(runs, sections, strict=True):
         if pictures and (chosen := pictured(section.records)):
@@ -67,7 +82,8 @@ def write_html(path: Path, sections: Sequence[Section]) -> None:
 
 def together(sections: Sequence[Section]) -> list[list[Section]]:
     """The runs that share a task with another, by task."""
-    by_task = grouped([section for section in sections if section.task], lambda section: section.task)
+    drawn = [section for section in sections if section.task and section.records]
+    by_task = grouped(drawn, lambda section: section.task)
     return [group for group in by_task.values() if len(group) > 1]
 
 
@@ -82,14 +98,19 @@ def _shared(sections: Sequence[Section]) -> str:
 
 def _section(section: Section) -> str:
     records = ordered(section.records)
-    pictures = _picture(shared_plot([("", records)]), "Score against steps, with 95% intervals.")
+    pictures, tables = "", list[ResultTable]()
+    if section.curve is not None:
+        pictures += _picture(curve_plot(section.curve, "valid, %"), curve_verdict(section.curve))
+        tables.append(curve_table(section.curve))
+    if records:
+        pictures += _picture(shared_plot([("", records)]), "Score against steps, with 95% intervals.")
+        tables += result_tables(records)
     if chosen := pictured(section.records):
         pictures += _picture(
             order_picture(chosen, section.layout),
             "Which position is revealed when: a row is a sequence, a column a position, positions that belong together "
             "side by side.",
         )
-    tables = result_tables(records)
     if section.bound is not None:
         tables.append(bound_table(section.bound, section.run))
     told = f"<h2>{in_html(section.title)}</h2><p>{in_html(section.caption)}</p>"

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from unmask.display import visible
-from unmask.evaluation.records import Record
+from unmask.evaluation.curve import Curve, frontier
+from unmask.evaluation.records import Record, grouped
 from unmask.report.tables import LEARNED_COLOUR, name_of
 
 if TYPE_CHECKING:
@@ -89,7 +90,6 @@ def plot(lines: Sequence[Series], what: str) -> Figure:
     The legend is beside the plot, and nothing is written inside, where it would overprint the points.
     """
     from matplotlib.colors import to_rgba
-    from matplotlib.ticker import FixedLocator
 
     longest = max(len(line.label) for line in lines)
     figure, panels = _figure(max(9.0, 5.5 + 0.09 * longest), max(4.8, 0.8 + 0.24 * len(lines)))
@@ -110,6 +110,42 @@ def plot(lines: Sequence[Series], what: str) -> Figure:
             ecolor=to_rgba(look["color"], 0.35),
             **look,
         )
+    _finish(axes, what)
+    return figure
+
+
+def curve_plot(curve: Curve, what: str) -> Figure:
+    """The frontier of each family of rules as a thin line, that of each order as a thick one, with all their points.
+
+    95% intervals at the corners of the orders and of the best rule.
+    """
+    figure, panels = _figure(9.0, 5.2)
+    axes = panels[0, 0]
+    families = grouped(curve.points, lambda point: (point.family == "learned", point.family, point.seed))
+    colours = colours_of([name for learned, name, _ in families if not learned])
+    best = {point.key for point in frontier(p for p in curve.points if p.family != "learned")}
+    for (learned, name, seed), points in sorted(families.items(), key=lambda item: (item[0][:2], item[0][2] or 0)):
+        colour = LEARNED_COLOUR if learned else colours[name]
+        hull = frontier(points)
+        steps, scores = [p.mean_steps for p in hull], [100 * p.score for p in hull]
+        label = f"{name}, {len(curve.seeds)} seeds" if learned and len(curve.seeds) > 1 else name
+        shown_before = learned and seed != curve.seeds[0]  # one entry for all seeds
+        dashes, width = "--" if name in DASHED else "-", 2.0 if learned else 0.9
+        look = {"color": colour, "linestyle": dashes, "linewidth": width}
+        axes.plot(steps, scores, label=None if shown_before else visible(label), **look)
+        axes.scatter([p.mean_steps for p in points], [100 * p.score for p in points], s=7, color=colour, alpha=0.35)
+        shown = [p for p in hull if learned or p.key in best]
+        middle, low, high = (100 * np.array([getattr(p, f) for p in shown]) for f in ("score", "ci_low", "ci_high"))
+        widths = np.maximum(0.0, [middle - low, high - middle])
+        axes.errorbar([p.mean_steps for p in shown], middle, widths, fmt="none", ecolor=colour, elinewidth=0.9)
+    _finish(axes, what)
+    return figure
+
+
+def _finish(axes: Any, what: str) -> None:
+    """Steps on a logarithmic axis, the legend beside the plot."""
+    from matplotlib.ticker import FixedLocator
+
     axes.set_xlabel("mean steps per sequence")
     axes.set_ylabel(what)
     axes.set_xscale("log")
@@ -121,7 +157,6 @@ def plot(lines: Sequence[Series], what: str) -> Figure:
     legend = axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     for text in legend.get_texts():
         text.set_parse_math(False)  # names of runs may hold a dollar sign
-    return figure
 
 
 def order_picture(records: Sequence[Record], layout: Sequence[Sequence[int]]) -> Figure:

@@ -20,6 +20,7 @@ from unmask.tasks.task import Task
 
 if TYPE_CHECKING:
     from unmask.evaluation.bound import BoundReport
+    from unmask.evaluation.curve import Curve
 
 LEARNED_COLOUR = "#c2410c"
 
@@ -259,3 +260,67 @@ def bound_table(bound: BoundReport, run: str) -> ResultTable:
         rows.append(["minus the true entropy, the limit", f"{-bound.entropy:.4f}", "exact"])
     headings = ["bound, nats per token", "value", "standard error"]
     return ResultTable(f"{run}: held-out bounds, {bound.num_examples} sequences", "", headings, rows, marked=[True])
+
+
+CURVE_LEGEND = (
+    "mean steps: at most these. best rule, learned: the best mixture of settings of all rules, and of the order. "
+    "95%: paired bootstrap over problems and orders, of the gain with the settings as they are. Settings are chosen "
+    "after the fact, and the best of many is partly luck; held out: the gain and its 95% interval with settings chosen "
+    "on the other half of the problems."
+)
+
+
+def curve_verdict(curve: Curve) -> str:
+    """Whether the learned order is better than every rule, and where."""
+    best = curve.highest
+    rule = f"{_score(best.rule)}% in {best.rule_steps:.2f} steps"
+    if curve.start is None:
+        return f"There is no learned order here; the best rule reaches {rule}."
+    seeds = f" (mean of {len(curve.seeds)} seeds)" if len(curve.seeds) > 1 else ""
+    mean, where = curve.mean or curve.at[0].reading, f"at {curve.start:.2f} steps"
+    gain = mean.gain or 0.0
+    side, parts = "above" if gain > 0 else "below" if gain < 0 else "equal to", ""
+    if curve.stop is not None:
+        where = f"from {curve.start:.2f} to {curve.stop:.2f} steps"
+        if curve.above and curve.above != [[round(curve.start, 6), round(curve.stop, 6)]]:
+            side, parts = f"mostly {side}", " and ".join(f"from {a:.2f} to {b:.2f}" for a, b in curve.above)
+            parts = f" It is above {parts} steps."
+    low, high = mean.held_out[1:] if mean.held_out else (mean.low, mean.high)
+    chance = low is not None and high is not None and low <= 0 <= high
+    held_out = f", held out {_points(mean.held_out[0])} {_interval(*mean.held_out[1:])}" if mean.held_out else ""
+    amount = f"by {_points(gain)} points{' on average' if curve.mean else ''} {_interval(mean.low, mean.high)}".rstrip()
+    highest = f" The highest scores are {_score(best.learned or 0)}% in {best.learned_steps:.2f} steps and {rule}."
+    unsure = ", which may be chance" if chance else ""
+    return f"learned{seeds} is {side} the best rule {where}, {amount}{held_out}{unsure}.{parts}{highest}"
+
+
+def curve_table(curve: Curve) -> ResultTable:
+    """The learned order against the best rule at equal mean steps."""
+    readings = [(f"{at.steps:.2f}", at.reading) for at in curve.at]
+    readings += [(f"mean, {curve.start:.2f} to {curve.stop:.2f}", curve.mean)] if curve.mean else []
+    rows = []
+    for name, reading in [*readings, ("highest", curve.highest)]:
+        rule, learned = _score(reading.rule), "–" if reading.learned is None else _score(reading.learned)
+        if name == "highest":
+            rule += f" @ {reading.rule_steps:.2f}"
+            learned += "" if reading.learned_steps is None else f" @ {reading.learned_steps:.2f}"
+        gain = "–" if reading.gain is None else _points(reading.gain)
+        apart = f"{_points(reading.held_out[0])} {_interval(*reading.held_out[1:])}" if reading.held_out else "–"
+        settings = "" if name.startswith("mean") else ", ".join(reading.settings)
+        rows.append([name, learned, rule, gain, _interval(reading.low, reading.high) or "–", apart, settings])
+    counts = [sum((point.family == "learned") == learned for point in curve.points) for learned in (False, True)]
+    legend = f"{counts[0]} points of rules, {counts[1]} of the order. {CURVE_LEGEND}"
+    headings = ["mean steps", "learned", "best rule", "gain", "95%", "held out", "which"]
+    return ResultTable("learned against the best rule", legend, headings, rows, minor=("which", "95%"))
+
+
+def _score(score: float) -> str:
+    return f"{100 * score:.1f}"
+
+
+def _points(gain: float) -> str:
+    return f"{100 * gain:+.1f}"
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"[{_points(low)}, {_points(high)}]"

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from unmask.display import visible
 from unmask.evaluation.compare import Gain
+from unmask.evaluation.curve import Curve
 from unmask.evaluation.records import COMPARED, EvaluationSpec, Record, grouped, read_records
 from unmask.files import write_text
 from unmask.jsonl import ResultsError, read_jsonl
 from unmask.recipe import PLAIN_RULES
-from unmask.report.plots import Series, plot, svg
-from unmask.report.tables import distinctions
+from unmask.report.plots import Series, curve_plot, plot, svg
+from unmask.report.tables import curve_table, curve_verdict, distinctions
 from unmask.studies.study import Done, read_done
 
 BEGIN = "<!-- Written by `unmask report --markdown`: do not edit. -->"
@@ -47,6 +48,7 @@ class Results(NamedTuple):
     name: str
     records: list[Record]
     gains: list[Gain]
+    curves: list[Curve]
     done: list[Done]
 
 
@@ -59,7 +61,8 @@ def read_results(folder: Path) -> list[Results]:
     for path in sorted(folder.glob("*.jsonl")):
         beside = folder / path.stem
         gains = read_jsonl(beside / "gains.jsonl", Gain) if (beside / "gains.jsonl").exists() else []
-        found.append(Results(path.stem, read_records(path), gains, read_done(beside / "stages.jsonl")))
+        curves = read_jsonl(beside / "curve.jsonl", Curve) if (beside / "curve.jsonl").exists() else []
+        found.append(Results(path.stem, read_records(path), gains, curves, read_done(beside / "stages.jsonl")))
     if not any(results.records for results in found):
         raise ResultsError(f"{folder} has no records: run `unmask reproduce` first and give its OUT/results")
     return found
@@ -74,8 +77,10 @@ def write_page(page: Path, folder: Path) -> None:
     plots.mkdir(parents=True, exist_ok=True)
     for results in studies:
         for part in _parts(results):
-            figure = plot([*rule_series(part.records), *order_series(part.records)], "solved, %")
-            write_text(plots / part.plot, svg(figure) + "\n")
+            figures = {picture: curve_plot(curve, "solved, %") for picture, curve in _curves(part, results).items()}
+            lines = [] if figures else [*rule_series(part.records), *order_series(part.records)]
+            for picture, figure in (figures or {part.plot: plot(lines, "solved, %")}).items():
+                write_text(plots / picture, svg(figure) + "\n")
     write_text(page, tables(studies, plots.name))
 
 
@@ -83,13 +88,19 @@ def tables(studies: Sequence[Results], plots: str) -> str:
     """The whole page; `plots` is the folder that the pictures are in."""
     parts = [BEGIN, "# Results: all tables", LEGEND]
     for results in studies:
-        for title, picture, records in _parts(results):
-            spec = records[0].spec
+        for part in _parts(results):
+            title, picture, records = part
+            spec, gains, curves = records[0].spec, _alike(part, results.gains), _curves(part, results)
             tokens = "greedy tokens" if spec.temperature == 0 else f"tokens at temperature {spec.temperature:g}"
-            gains = [g for g in results.gains if all(getattr(g, name) == getattr(spec, name) for name in _SHARED)]
             text = f"{spec.num_examples:,} problems{_constants(records)}; {tokens}. Denoisers: {_denoisers(records)}."
-            parts += [f"## {title}", text, f"![{title}: accuracy against mean steps]({plots}/{picture})"]
-            parts += [_table(*rows) for rows in (_orders(records, gains), _rivals(gains)) if rows[1]]
+            parts += [f"## {title}", *(_curve(curve, f"{plots}/{drawn}") for drawn, curve in curves.items()), text]
+            kept = records
+            if curves:  # the points of a sweep are in the records
+                single = {_group(gain) for gain in gains}
+                kept = [record for record in records if not record.spec.learned or _group(record.spec) in single]
+            else:
+                parts += [f"![{title}: accuracy against mean steps]({plots}/{picture})"]
+            parts += [_table(*rows) for rows in (_orders(kept, gains), _rivals(gains)) if rows[1]]
             parts += [_table(*rows) for rows in _heuristics(records)]
         if results.done:
             parts += [f"## {results.name}: wall time", _times(results.done)]
@@ -120,9 +131,36 @@ def _parts(results: Results) -> list[Part]:
     return found
 
 
+Compared = TypeVar("Compared", Gain, Curve)
+
+
+def _alike(part: Part, found: Sequence[Compared]) -> list[Compared]:
+    """Those of the part's setting, as far as they tell."""
+    spec = part.records[0].spec
+    return [one for one in found if all(getattr(one, name) == getattr(spec, name) for name in _SHARED)]
+
+
+def _curves(part: Part, results: Results) -> dict[str, Curve]:
+    """Each by the file of its plot."""
+    own = _alike(part, results.curves)
+    names = [f"-{curve.model}{'-joint' * curve.joint}" if len(own) > 1 else "" for curve in own]
+    stem = part.plot.removesuffix(".svg")
+    files = [f"{stem}{name}-curve.svg".replace("/", "-").replace(" ", "-") for name in names]
+    return dict(zip(files, own, strict=True))
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 Rows = tuple[list[str], list[list[str]]]
+
+
+def _curve(curve: Curve, picture: str) -> str:
+    """The verdict, the plot and the gains."""
+    name, table = f"{curve.model}, {'joint' if curve.joint else 'frozen'}", curve_table(curve)
+    plotted = f"![{name}, {curve.split}: quality against mean steps]({picture})"
+    return "\n\n".join(
+        [f"**{name}:** {curve_verdict(curve)}", plotted, _table(table.headings, table.rows), table.caption]
+    )
 
 
 def _orders(records: Sequence[Record], gains: Sequence[Gain]) -> Rows:

@@ -9,12 +9,14 @@ bf16                   evaluate with the denoiser's trunk in bfloat16
 [[train]]              a run per seed: `recipe` with the overrides `set`, from the run that `start` names (if that has
                        the same seeds: from the one of the same seed); a joint order is compared with the run that
                        `baseline` names, or with one that it trains itself
-[[evaluate]]           a held-out split: every order, and every heuristic at the steps that the orders take
+[[evaluate]]           a held-out split: every order, and every heuristic at the steps that the orders take; with
+                       `curve = true` the sweep of `unmask evaluate --curve` instead, with `steps` as the caps
 
 OUT/RUN/                            the folder of a run
 OUT/logs/STAGE.txt                  the output of a stage, where several run at once
 OUT/results/STUDY.jsonl             the records of all runs
 OUT/results/STUDY/gains.jsonl       the orders against the heuristics at equal steps, seeds together
+OUT/results/STUDY/curve.jsonl       the orders against the best of all rules, seeds together, where `curve = true`
 OUT/results/STUDY/stages.jsonl      the command, the wall time and the hardware of each stage
 OUT/results/STUDY/recipes/RUN.json  the recipe of a run
 """
@@ -38,6 +40,7 @@ from unmask.decoding.policies import Learned, check_policy, parse_policy
 from unmask.display import say
 from unmask.errors import UserError, did_you_mean, require
 from unmask.evaluation.compare import at_most_steps, curves, gains, rivals
+from unmask.evaluation.curve import compared_curves
 from unmask.evaluation.evaluate import device_name, revision
 from unmask.evaluation.records import Record, grouped, read_run, record_lines
 from unmask.fields import build
@@ -82,7 +85,8 @@ class Split:
 
     split: str
     examples: int
-    steps: tuple[int, ...] = ()  # further budgets of the heuristics
+    steps: tuple[int, ...] = ()  # further budgets of the heuristics; of a curve, the caps of all
+    curve: bool = False  # sweep the orders over their prices and every rule over its settings
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,8 @@ class Study:
         require(bool(self.train), "a study needs at least one [[train]]")
         for split in self.evaluate:
             require(split.examples >= 1, f"{split.split}: examples must be at least 1, got {split.examples}")
+        chosen = bool(self.others and self.evaluate and self.evaluate[0].curve)
+        require(not chosen, "others are chosen on the first split, which must have no curve: put another one first")
         names = [training.name for training in self.train]
         for name in names:
             if Path(name).name != name or name in ("", "..", "results", "logs", "lock"):
@@ -246,6 +252,9 @@ class Reproduction:
         # Sorted: whichever of them is chosen, the commands of the first split stay the same.
         learned = tuple(sorted({*study.learned, *study.learned_tried})) if first else study.learned
         best_others = bool(study.others) and not first
+        if split.curve:  # an order that brings its own denoiser also runs the rules
+            swept = {run: ("learned",) if run in elsewhere else () for run in runs}
+            return [Stage(run, split, policies, steps=split.steps) for run, policies in swept.items()]
         stages = [Stage(run, split, learned) for run in elsewhere]
         for run in [run for run in runs if run not in elsewhere]:
             if run in budgets:  # it brings its own denoiser for the heuristics
@@ -280,6 +289,7 @@ class Reproduction:
             words += ["--seed", str(SEED), "--temperature", f"{run.recipe.evaluate.temperature:g}"]
             words += [*_each("--policy", [*stage.policies, *others]), *_each("--steps", stage.steps)]
             words += _each("--against", [self.out / order for order in stage.against])
+            words += ["--curve"] if stage.split.curve else []
             words += ["--bf16"] if self.study.bf16 else []
             words += ["--trust-task"] if run.recipe.own_code else []  # the study's recipe names it
         return [*words, "--cpu"] if self.cpu else words
@@ -400,13 +410,22 @@ class Reproduction:
         return [record for run in folders if (run / "results.jsonl").exists() for record in read_run(run)]
 
     def collect(self) -> None:
-        """Put the records of all runs into one file, and the recipes and the gains beside it."""
+        """Put the records of all runs into one file, and the recipes, the gains and the curves beside it."""
         (self.beside / "recipes").mkdir(parents=True, exist_ok=True)
         for run in self.runs:
             if self._is_trained(run):
                 shutil.copy(self.out / run / "recipe.json", self.beside / "recipes" / f"{run}.json")
-        records = self.evaluated()
-        for path, items in ((self.records, record_lines(records)), (self.beside / "gains.jsonl", gains(records))):
+        records, study = self.evaluated(), self.study
+        swept = [split.split for split in study.evaluate if split.curve]
+        chosen = [_learned_name(rule) for rule in (*study.learned, *study.learned_tried)]
+        # A point of a sweep has no line of its own among the gains: its curve has.
+        single = [r for r in records if not (r.spec.learned and r.spec.split in swept and r.spec.policy not in chosen)]
+        written: dict[Path, Sequence[Any]] = {self.records: record_lines(records)}
+        written[self.beside / "gains.jsonl"] = gains(single)
+        if swept:
+            on_swept = [record for record in records if record.spec.split in swept]
+            written[self.beside / "curve.jsonl"] = [found for found in compared_curves(on_swept) if found.seeds]
+        for path, items in written.items():
             files.write_text(path, "".join(f"{sealed(asdict(item))}\n" for item in items))
 
     def _best_others(self) -> list[str]:

@@ -1,0 +1,332 @@
+"""Quality against steps: frontiers, gains and areas by hand, the sweep, and the command."""
+
+import dataclasses
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import unmask
+from tests.evaluation.test_compare import result, without_verdicts
+from tests.test_cli import call, refused  # noqa: F401
+from tests.training.small import TINY_RECIPE, contents
+from unmask.decoding.policies import Margin, Threshold
+from unmask.evaluation.compare import crossed_difference
+from unmask.evaluation.curve import (
+    Point,
+    compared_curves,
+    family,
+    frontier,
+    mean_weights,
+    read_curve,
+    sweep,
+    weights_at,
+    write_curve,
+)
+from unmask.evaluation.records import read_run
+from unmask.jsonl import ResultsError
+from unmask.report.plots import curve_plot
+from unmask.report.tables import curve_table, curve_verdict
+
+PLAIN = "0123456789ab"
+
+
+def points(*pairs, policy="top-prob"):
+    return [Point(policy, policy, 1, None, m, s, s, s, f"{m}/{s}") for m, s in pairs]
+
+
+def corners(*pairs):
+    return [(point.mean_steps, point.score) for point in frontier(points(*pairs))]
+
+
+def height(hull, m):
+    return float(weights_at(hull, m) @ [point.score for point in hull])
+
+
+# --- frontiers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_frontier_by_hand():
+    """(2, 0.3) lies below the line from (1, 0.2) to (3, 0.8), and what is behind (4, 0.9) is no better."""
+    assert corners((5, 0.85), (2, 0.3), (1, 0.2), (4, 0.9), (3, 0.8)) == [(1, 0.2), (3, 0.8), (4, 0.9)]
+    assert corners((1, 0.2), (2, 0.7), (3, 0.8)) == [(1, 0.2), (2, 0.7), (3, 0.8)], "concave already"
+    assert corners((1, 0.5), (2, 0.1), (3, 0.5)) == [(1, 0.5)], "more steps for nothing"
+    assert corners((2, 0.5), (2, 0.7), (2, 0.6)) == [(2, 0.7)], "of the same steps the best"
+    assert corners((1, 0), (2, 0.25), (3, 0.5)) == [(1, 0), (3, 0.5)], "what is on the line is no corner"
+
+
+def test_a_frontier_is_the_best_mixture_with_at_most_so_many_steps():
+    """The definition, over all pairs of points: two constraints leave a best mixture of two."""
+    draws = np.random.default_rng(0)
+    for _ in range(20):
+        m, s = draws.uniform(1, 8, size=7), draws.random(7)
+        hull = frontier(points(*zip(m, s, strict=True)))
+        for at in draws.uniform(m.min(), 9, size=10):
+            mixed = [s[m <= at].max()]
+            for i in np.flatnonzero(m <= at):
+                for j in np.flatnonzero(m > at):
+                    w = (at - m[i]) / (m[j] - m[i])
+                    mixed.append((1 - w) * s[i] + w * s[j])
+            assert height(hull, at) == pytest.approx(max(mixed), abs=1e-12)
+            assert weights_at(hull, at).sum() == pytest.approx(1)
+            assert (weights_at(hull, at) @ [p.mean_steps for p in hull]) <= at + 1e-12
+
+
+def test_the_mean_over_a_range_is_the_integral():
+    """From 2 to 6: 0.5 to 0.8 on [2, 3], 0.8 to 0.9 on [3, 4], and 0.9 behind: (0.65 + 0.85 + 2 x 0.9) / 4."""
+    hull = frontier(points((1, 0.2), (3, 0.8), (4, 0.9)))
+    assert mean_weights(hull, 2, 6) @ [0.2, 0.8, 0.9] == pytest.approx((0.65 + 0.85 + 1.8) / 4)
+    assert mean_weights(hull, 2, 6).tolist() == pytest.approx([0.25 / 4, (0.75 + 0.5) / 4, (0.5 + 2) / 4])
+
+
+def test_families():
+    assert [family(rule) for rule in ("threshold:0.9", "threshold(0.9,paced)", "learned(price=0.1)", "margin")] == [
+        *("threshold", "paced threshold", "learned", "margin")
+    ]
+
+
+# --- learned against the best rule ------------------------------------------------------------------------------------
+
+
+def order(policy, cap, valid, steps, seed=0, **values):
+    own = {"trained_budget": cap, "trained_seed": seed, "plain_denoiser": PLAIN}
+    return result(policy, cap, valid, [steps] * len(valid), **{**own, **values})
+
+
+RULES = [
+    result("threshold:0.9", 2, "11000000", [1] * 8),  # 0.25 in 1 step
+    result("threshold:0.9", 9, "11111100", [5] * 8),  # 0.75 in 5 steps
+    result("margin", 3, "00000111", [3] * 8),  # 0.375 in 3: below the line between them, which is 0.5
+]
+ORDERS = [
+    order("learned(price=2,deterministic)", 9, "11100000", 2),  # 0.375 in 2: that of the rules there
+    order("learned(price=0.1,deterministic)", 9, "11111110", 4),  # 0.875 in 4: the rules have 0.625
+    order("learned(price=0.02,deterministic)", 9, "11111100", 6),  # no better in 6
+]
+
+
+def test_gains_and_area_by_hand():
+    """From 2 to 5 steps: the gain rises from 0 to 0.25 at 4 and falls to 0.125 at 5."""
+    (curve,) = compared_curves([*ORDERS, *RULES])
+    assert (curve.start, curve.stop, curve.seeds) == (2, 5, [0])
+    at = {found.steps: found.reading for found in curve.at}
+    assert list(at) == [2, 2.5, 3, 3.5, 4, 5, 6]
+    assert [at[m].rule for m in (2, 3, 4, 5, 6)] == pytest.approx([0.375, 0.5, 0.625, 0.75, 0.75])
+    assert [at[m].learned for m in (2, 3, 4, 5, 6)] == pytest.approx([0.375, 0.625, 0.875, 0.875, 0.875])
+    assert [at[m].gain for m in (2, 3, 4, 5, 6)] == pytest.approx([0, 0.125, 0.25, 0.125, 0.125])
+    assert (at[6].rule_steps, at[6].learned_steps) == (5, 4), "at most six"
+    assert at[3].settings == ["threshold:0.9 @ 2", "threshold:0.9 @ 9"]
+    assert at[5].settings == ["threshold:0.9 @ 9"]
+    assert curve.mean.gain == pytest.approx((2 * 0.125 + 0.1875) / 3, abs=1e-6)
+    assert curve.above == [[2, 5]]
+    assert (curve.highest.learned, curve.highest.rule) == (0.875, 0.75)
+    assert (curve.highest.learned_steps, curve.highest.rule_steps) == (4, 5)
+
+
+def test_the_intervals_are_of_the_weighted_verdicts():
+    """At 3 steps: half of each of the order's verdicts against half of each of the rule's, problem by problem."""
+    (curve,) = compared_curves([*ORDERS, *RULES])
+    first, second, low, high = (
+        np.array([mark == "1" for mark in marks]) * 1.0 for marks in ("11100000", "11111110", "11000000", "11111100")
+    )
+    expected = crossed_difference(((first + second) / 2 - (low + high) / 2)[None])
+    found = next(at.reading for at in curve.at if at.steps == 3)
+    assert (found.gain, found.low, found.high) == pytest.approx(expected, abs=1e-6)
+    # On [2, 4] the learned weights are 1/2 each on average, on [4, 5] the second's; the rule's go from 3/4 to 0 of 1.
+    learned, rule = (first + 2 * second) / 3, (0.375 * low + 0.625 * high)
+    assert (curve.mean.gain, curve.mean.low, curve.mean.high) == pytest.approx(
+        crossed_difference((learned - rule)[None]), abs=1e-6
+    )
+
+
+def test_held_out_corners_are_chosen_on_the_other_problems():
+    """A rule, and 200 orders that differ from it on a fifth of the problems, by a coin: the best of them is luck."""
+    rule = np.array([0, 1, 1, 0] * 100)
+    coins = np.vstack([rule, rule ^ (np.random.default_rng(0).random((200, 400)) < 0.2)])
+    coins = ["".join(map(str, coin)) for coin in coins]
+    orders = [order(f"learned(price={1 + i / 1000:.3f})", 2, coin, 2) for i, coin in enumerate(coins[1:])]
+    (curve,) = compared_curves([result("margin", 2, coins[0]), *orders])
+    (at,) = (found.reading for found in curve.at if found.steps == 2)
+    assert at.low > 0, "the interval knows nothing of the choice"
+    valid = np.array([[mark == "1" for mark in coin] for coin in coins]) * 1.0
+    even, odd = (int(valid[1:, half::2].mean(-1).argmax()) + 1 for half in (0, 1))
+    expected = (valid[odd, ::2].sum() + valid[even, 1::2].sum()) / 400 - valid[0].mean()
+    assert at.held_out[0] == pytest.approx(expected, abs=1e-6)
+    assert at.held_out[1] < 0 < at.held_out[2]
+    assert "which may be chance" in curve_verdict(curve)
+
+
+def test_several_seeds_meet_the_same_rules():
+    """Each has its own frontier; the interval is over problems and seeds."""
+    second = [dataclasses.replace(r, spec=dataclasses.replace(r.spec, trained_seed=1)) for r in ORDERS[:2]]
+    weak = order("learned(price=0.1,deterministic)", 9, "11111000", 4, seed=1)
+    (curve,) = compared_curves([*ORDERS, second[0], weak, *RULES])
+    assert curve.seeds == [0, 1]
+    at = {found.steps: found.reading for found in curve.at}
+    assert at[4].seed_gains == pytest.approx([0.25, 0])
+    assert at[4].gain == pytest.approx(0.125)
+    assert curve.stop == 4, "the second was seen to take no more"
+    rows = [[mark == "1" for mark in marks] for marks in ("11111110", "11111000")]
+    low, high = np.array([1, 1, 0, 0, 0, 0, 0, 0]), np.array([1, 1, 1, 1, 1, 1, 0, 0])
+    expected = crossed_difference(np.array(rows) - (low / 4 + 3 * high / 4))
+    assert (at[4].gain, at[4].low, at[4].high) == pytest.approx(expected, abs=1e-6)
+
+
+def test_where_the_curves_cross():
+    """0.25 against 0.375 at 2 steps and 0.875 against 0.625 at 4: equal at 2 + 2/3."""
+    weak = order("learned(price=2,deterministic)", 9, "11000000", 2)
+    (curve,) = compared_curves([weak, *ORDERS[1:], *RULES])
+    assert curve.above == [[pytest.approx(2 + 2 / 3, abs=1e-6), 5]]
+    said = curve_verdict(curve)
+    assert said.startswith("learned is mostly above the best rule from 2.00 to 5.00 steps, by +")
+    assert "It is above from 2.67 to 5.00 steps." in said
+    bad = [order("learned(price=2,deterministic)", 9, "00000000", 2), order("learned", 9, "00000001", 4)]
+    (curve,) = compared_curves([*bad, *RULES])
+    assert curve.above == []
+    assert curve_verdict(curve).startswith("learned is below the best rule from 2.00 to 4.00 steps, by -")
+
+
+def test_scores_alone_have_no_interval():
+    (curve,) = compared_curves([without_verdicts(record) for record in (*ORDERS, *RULES)])
+    assert curve.mean.gain == pytest.approx(0.4375 / 3, abs=1e-6)
+    assert (curve.mean.low, curve.highest.high) == (None, None)
+    (curve,) = compared_curves([*ORDERS, *RULES[:1], without_verdicts(RULES[1])])
+    assert (curve.mean.low, curve.mean.held_out) == (None, [])
+    assert "points on average. The" in curve_verdict(curve)
+
+
+def test_an_order_with_one_point_is_compared_there():
+    (curve,) = compared_curves([ORDERS[1], *RULES])
+    assert (curve.start, curve.stop, curve.mean, curve.at[0].steps) == (4, None, None, 4)
+    assert curve_verdict(curve).startswith("learned is above the best rule at 4.00 steps, by +25.0 points [")
+
+
+def test_rules_alone_and_orders_alone():
+    (curve,) = compared_curves(RULES)
+    assert (curve.start, curve.mean, curve.highest.rule, curve.highest.learned) == (None, None, 0.75, None)
+    assert curve_verdict(curve) == "There is no learned order here; the best rule reaches 75.0% in 5.00 steps."
+    assert [row[:4] for row in curve_table(curve).rows][-1] == ["highest", "–", "75.0 @ 5.00", "–"]
+    assert compared_curves(ORDERS) == []
+
+
+def test_what_cannot_be_compared_is_not(tmp_path):
+    """Rules on another denoiser or of another split are no rivals."""
+    strong = result("threshold:0.9", 1, "11111111", [1] * 8, denoiser="ba9876543210")
+    other = result("threshold:0.9", 1, "11111111", [1] * 8, split="test2")
+    assert compared_curves([*ORDERS, *RULES, strong, other]) == compared_curves([*ORDERS, *RULES])
+
+
+def test_a_curve_is_kept_whole(tmp_path):
+    (curve,) = compared_curves([*ORDERS, *RULES])
+    write_curve(tmp_path, [curve])
+    assert read_curve(tmp_path / "curve.json") == curve
+    text = (tmp_path / "curve.json").read_text()
+    (tmp_path / "curve.json").write_text(text.replace("0.875", "0.975", 1))
+    with pytest.raises(ResultsError, match="damaged or from another version: run `unmask evaluate --curve` again"):
+        read_curve(tmp_path / "curve.json")
+    write_curve(tmp_path, [])
+    assert read_curve(tmp_path / "curve.json") is None
+
+
+def test_the_plot_names_each_family_once():
+    second = [dataclasses.replace(r, spec=dataclasses.replace(r.spec, trained_seed=1)) for r in ORDERS]
+    for orders, names in ((ORDERS, ["learned"]), ([*ORDERS, *second], ["learned, 2 seeds"])):
+        (curve,) = compared_curves([*orders, *RULES])
+        (axes,) = curve_plot(curve, "valid, %").axes
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == ["margin", "threshold", *names]
+
+
+# --- the sweep --------------------------------------------------------------------------------------------------------
+
+
+def planned(*arguments):
+    return {(rule.name, cap) for rule, cap in sweep(*arguments)}
+
+
+def test_the_default_sweep():
+    """At most 120 points for an order of ten steps, prices within their range, the cap part of the sweep for all."""
+    selector = SimpleNamespace(budget=10, prices=(0.0123456, 2.0))
+    plan = sweep(selector, [], [], 72)
+    assert len(plan) == len(planned(selector, [], [], 72)) == 120
+    learned = [(rule, cap) for rule, cap in plan if family(rule.name) == "learned"]
+    assert {cap for _, cap in learned} == {2, 3, 4, 5, 6, 8, 10}
+    prices = sorted(rule.price for rule, cap in learned if cap == 10)
+    assert (len(prices), prices[0], prices[-1]) == (8, 0.0123456, 2.0)
+    assert np.diff(np.log(prices)) == pytest.approx(np.log(2 / 0.0123456) / 7, rel=0.01)
+    assert all(rule.deterministic for rule, _ in learned)
+    for name in ("threshold", "paced threshold", "factor", "eb", "klass", "top-prob", "margin"):
+        assert {2, 3, 4, 5, 6, 8, 16, 32} <= {cap for rule, cap in plan if family(rule.name) == name}
+    assert ("top-prob", 1) in planned(selector, [], [], 72)
+
+
+def test_a_sweep_can_be_restricted():
+    assert planned(None, ["margin"], [3, 5], 72) == {("margin", 3), ("margin", 5)}
+    assert planned(None, ["threshold:0.97", Threshold(0.5), Margin()], [3], 72) == {
+        *(("threshold:0.97", 3), ("threshold:0.5", 3), ("margin", 3))
+    }
+    family_only = planned(None, ["threshold"], [3, 5], 72)
+    assert {("threshold:0.95", 3), ("threshold:0.95", 5), ("threshold:0.7", 5)} < family_only
+    assert ("threshold:0.7", 3) not in family_only
+    assert {family(rule) for rule, _ in family_only} == {"threshold", "paced threshold"}
+    assert {cap for _, cap in planned(None, [], [], 4)} == {1, 2, 3, 4}, "four tokens take no more than four steps"
+    plain = SimpleNamespace(budget=5, prices=())
+    assert planned(plain, ["learned"], [], 72) == {("learned", 5), ("learned(deterministic)", 5)}
+    assert {cap for _, cap in planned(SimpleNamespace(budget=5, prices=(0.1, 1.0)), ["learned"], [2, 9], 72)} == {2, 5}
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+PRICED = TINY_RECIPE.replace("[model.scorer]\nwidth = 8\nlayers = 1\nheads = 2\n", "").replace(
+    "[order]\nbudget = 2\n",
+    '[order]\nbudget = 4\nposterior = "selector"\nprices = [0.02, 2.0]\nstart = "threshold"\n',
+)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("curve")
+    (folder / "priced.toml").write_text(PRICED)
+    unmask.train(unmask.load_recipe(str(folder / "priced.toml")), folder / "priced", cpu=True)
+    return folder
+
+
+def test_the_command_draws_a_curve_and_repeats_nothing(trained, call, tmp_path):  # noqa: F811
+    run = shutil.copytree(trained / "priced", tmp_path / "run")
+    words = ("evaluate", run, "--curve", "--policy", "learned", "--policy", "threshold", "--steps", 2, "--steps", 4)
+    code, out, _ = call(*words)
+    assert code == 0
+    assert out.startswith("learned is "), "the verdict first"
+    assert "learned against the best rule" in out
+    assert f"curve: {run / 'curve.svg'}" in " ".join(out.split())
+    curve = read_curve(run / "curve.json")
+    records = read_run(run)
+    assert {point.key for point in curve.points} == {record.key for record in records}
+    assert len(records) == 8 + 4 + 5 * 2 + 3
+    assert compared_curves(records) == [curve], "from the records alone"
+    assert (run / "curve.svg").read_text().startswith("<svg")
+    assert json.loads((run / "curve.json").read_text())["crc"]
+    before = contents(run)
+    assert call(*words)[0] == 0
+    assert contents(run) == before
+    from_python = unmask.evaluate(run, policies=["learned", "threshold"], steps=[2, 4], curve=True, cpu=True)
+    assert from_python == records
+    assert contents(run) == before
+
+
+def test_curves_of_a_run_without_prices_or_order(trained, call, refused, tmp_path):  # noqa: F811
+    run = shutil.copytree(trained / "priced", tmp_path / "run")
+    assert "--bound takes no --policy" in refused("evaluate", run, "--curve", "--bound")
+    assert "--curve takes no --against" in refused("evaluate", run, "--curve", "--against", run)
+    assert "--steps must be between 1 and" in refused("evaluate", run, "--curve", "--steps", 0)
+    assert "unknown policy 'thresold'" in refused("evaluate", run, "--curve", "--policy", "thresold")
+    (tmp_path / "plain.toml").write_text(PRICED.partition("[order]")[0] + "[evaluate]\nexamples = 20\n")
+    unmask.train(unmask.load_recipe(str(tmp_path / "plain.toml")), tmp_path / "plain", cpu=True)
+    code, out, _ = call("evaluate", tmp_path / "plain", "--curve", "--policy", "margin", "--steps", 2)
+    assert code == 0
+    assert out.startswith("There is no learned order here; the best rule reaches")
+    assert (tmp_path / "plain" / "curve.svg").exists()
+    assert "needs a learned order" in refused("evaluate", tmp_path / "plain", "--curve", "--policy", "learned")
+    code, out, _ = call("evaluate", run, "--curve", "--policy", "learned")
+    assert "No rule was evaluated" in out

@@ -1,0 +1,112 @@
+"""A study with `curve = true`: what is run, what is kept, and its page."""
+
+import pytest
+
+from tests.evaluation.test_curve import PRICED
+from tests.test_cli import call  # noqa: F401
+from tests.training.small import json_lines
+from unmask.cli import main
+from unmask.errors import UserError
+from unmask.evaluation.compare import Gain
+from unmask.evaluation.curve import Curve
+from unmask.evaluation.records import read_records
+from unmask.jsonl import read_jsonl
+from unmask.runtime import process_settings
+from unmask.studies.results_page import read_results, tables
+from unmask.studies.study import Reproduction, load_study
+
+LATER = PRICED.index("[order]")
+DENOISER = PRICED[:LATER] + PRICED[PRICED.index("[evaluate]") :]
+ORDER = PRICED[: PRICED.index("[denoise]")].replace(
+    "width = 16\nlayers = 1\nheads = 2\nintermediate = 16\nabsolute_positions = true\n", 'label = "tiny"\n'
+)
+STUDY = """
+policies = ["top-prob"]
+
+[[train]]
+name = "denoiser"
+recipe = "denoiser.toml"
+
+[[train]]
+name = "order"
+recipe = "order.toml"
+start = "denoiser"
+seeds = [0, 1]
+
+[[evaluate]]
+split = "test"
+examples = 10
+steps = [2, 3]
+curve = true
+"""
+
+
+def whole(folder):
+    return Reproduction(*load_study(str(folder / "study.toml")), folder / "runs", cpu=True)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """The study done, in this process."""
+    folder = tmp_path_factory.mktemp("study")
+    for name, text in (("denoiser", DENOISER), ("order", ORDER + PRICED[LATER:]), ("study", STUDY)):
+        (folder / f"{name}.toml").write_text(text)
+
+    def run_here(jobs, at_once, began, ended):
+        for job in jobs:
+            with process_settings(), pytest.raises(SystemExit) as caught:
+                main(job.command[job.command.index("unmask") + 1 :])
+            assert not caught.value.code
+            ended(job, 0, 0.0, 0.5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("unmask.studies.study.run_jobs", run_here)
+        whole(folder).run()
+    return folder
+
+
+def test_orders_sweep_their_prices_and_the_denoiser_the_rules(study):
+    plan = whole(study)
+    found = [" ".join(plan.command(stage)).partition("evaluate ")[2] for stage in plan.stages() if stage.split]
+    assert ["--policy" in command for command in found] == [False, True, True]
+    assert all("--steps 2 --steps 3 --curve" in command for command in found)
+    assert "--policy learned --steps" in found[1]
+
+
+def test_the_curve_of_both_seeds_is_kept(study):
+    results = study / "runs" / "results"
+    records = read_records(results / "study.jsonl")
+    (curve,) = read_jsonl(results / "study" / "curve.jsonl", Curve)
+    assert (curve.split, curve.seeds, curve.model, curve.num_examples) == ("test", [0, 1], "tiny", 10)
+    assert {point.key for point in curve.points} == {record.key for record in records}
+    assert {point.seed for point in curve.points if point.family == "learned"} == {0, 1}
+    assert all(at.reading.low is not None and len(at.reading.seed_gains) == 2 for at in curve.at)
+    assert read_jsonl(results / "study" / "gains.jsonl", Gain) == [], "a point of the sweep is no order of its own"
+    assert len(json_lines(results / "study" / "stages.jsonl")) == 6
+
+
+def test_the_page_shows_the_curve_and_not_every_point(study, call, tmp_path):  # noqa: F811
+    results = study / "runs" / "results"
+    text = tables(read_results(results), "plots")
+    assert "**tiny, frozen:** learned (mean of 2 seeds) is " in text
+    assert "(plots/study-test-curve.svg)" in text
+    assert "learned(price" not in text
+    assert len(text.splitlines()) < 90
+    assert call("report", results, "--markdown", tmp_path / "page.md")[0] == 0
+    assert [path.name for path in (tmp_path / "page").iterdir()] == ["study-test-curve.svg"]
+
+
+def test_a_report_of_a_run_shows_its_curve(study, call, tmp_path):  # noqa: F811
+    """Beside the rules of the recipe; what else was swept has no row."""
+    code, _, _ = call("report", study / "runs" / "denoiser", "--out", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert code == 0
+    assert "There is no learned order here; the best rule reaches" in page
+    assert "top-prob @ 2" in page
+    assert "threshold:0.99 @ 3</td><td>" not in page
+
+
+def test_the_first_split_chooses_the_others(study, tmp_path):
+    (tmp_path / "study.toml").write_text('others = ["margin"]\n' + STUDY)
+    with pytest.raises(UserError, match="others are chosen on the first split, which must have no curve"):
+        load_study(str(tmp_path / "study.toml"))
