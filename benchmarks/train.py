@@ -304,7 +304,7 @@ class PlainRollouts(SelfObjective):
         of = to_device(of, device)
         tokens, masked, attended, budget = rows.tokens, rows.response, rows.attention_mask, budget[of]
         layout = Layout(rows.position.clamp(min=0), attended[:, None, None], None, (len(of), tokens.shape[1]))
-        steps: list[tuple[Tensor, Tensor, Tensor]] = []
+        steps: list[tuple[Tensor, ...]] = []
         while masked.any():
             index = len(steps)
             with torch.no_grad():
@@ -316,13 +316,14 @@ class PlainRollouts(SelfObjective):
             forced, draws = budget == index + 1, self._uniforms(Purpose.TRAJECTORY, examples, ids, every, index)
             reveal = masked & (forced[:, None] | model.selection.sample(logits.detach(), masked, draws))
             decided = torch.where(forced, 0.0, model.selection.log_prob(reveal, logits, masked))
-            gained = torch.where(reveal & (self.checker is None), log_mu, 0.0).sum(-1)
-            steps.append((gained, decided, masked.any(-1)))
+            log_mu = log_mu if self.checker is None else torch.zeros_like(log_mu)
+            expected = torch.where(forced, 0.0, (model.selection.marginal(logits, masked) * log_mu).sum(-1))
+            steps.append((torch.where(reveal, log_mu, 0.0).sum(-1), expected, decided, masked.any(-1)))
             if self.checker is not None:
                 tokens = torch.where(reveal, mu.argmax(-1), tokens)
             masked = masked & ~reveal
-        gain, log_p, holds_mask = (torch.stack(part[::-1]).view(len(part), -1, k) for part in zip(*steps, strict=True))
-        return Orders(gain, log_p, holds_mask, tokens.view(-1, k, tokens.shape[1]))
+        told = (torch.stack(part[::-1]).view(len(part), -1, k) for part in zip(*steps, strict=True))
+        return Orders(*told, tokens.view(-1, k, tokens.shape[1]))
 
 
 def trunk_operations(shape: BackboneConfig, lengths: Tensor, steps: Tensor) -> float:

@@ -72,7 +72,8 @@ def naive(model, tokens, response, name, trajectory, budget, price, writes=False
         log_mu = log_p[0].gather(-1, truth[:, None])[:, 0]
         both = (model.selection.log_prob(reveal[None], given, masked[None])[0] for given in (logits, by_rule))
         decided, ruled = both if t > 0 else torch.zeros(2)
-        rows.append((float(log_mu[reveal].sum()), float(decided), float(decided - ruled)))
+        expected = float((model.selection.marginal(logits, masked[None])[0] * log_mu).sum()) if t > 0 else 0.0
+        rows.append((float(log_mu[reveal].sum()), expected, float(decided), float(decided - ruled)))
         if writes:
             tokens = torch.where(reveal, log_p[0].argmax(-1), tokens)
         masked = masked & ~reveal
@@ -101,9 +102,10 @@ def test_every_trajectory_is_that_of_the_sequence_alone(writes, start):
                 assert int(found.holds_mask[:, row, trajectory].sum()) == len(steps)
                 real = batch.attention_mask[row]
                 assert found.tokens[row, trajectory][real].tolist() == written.tolist()
-                for index, (gained, decided, deviation) in enumerate(steps):
+                for index, (gained, expected, decided, deviation) in enumerate(steps):
                     at = T - 1 - index, row, trajectory
                     assert found.gain[at].item() == pytest.approx(0.0 if writes else gained, abs=1e-10)
+                    assert found.expected[at].item() == pytest.approx(0.0 if writes else expected, abs=1e-10)
                     assert found.log_p[at].item() == pytest.approx(decided, abs=1e-10)
                     assert found.deviation[at].item() == pytest.approx(deviation, abs=1e-10)
 
@@ -115,7 +117,7 @@ def test_the_loss_is_that_of_the_estimator_and_reaches_the_selector_alone():
     outcome = objective(batch, IDS, u)
     price = torch.tensor([PRICES[0] * (PRICES[1] / PRICES[0]) ** float(x) for x in u])
     orders = objective.orders(batch, IDS, torch.full((3,), BUDGET), price)
-    wanted = estimate_self(orders.gain, orders.log_p, orders.holds_mask, price)
+    wanted = estimate_self(orders.gain, orders.expected, orders.log_p, orders.holds_mask, price)
     assert outcome.loss.item() == pytest.approx(wanted.loss.mean().item(), abs=1e-6)
     assert float(outcome.metrics["q_steps"]) == pytest.approx(float(orders.holds_mask.sum(0).double().mean()))
     outcome.loss.backward()

@@ -16,21 +16,21 @@ EACH = pytest.mark.parametrize("selection", [Bernoulli(), NonEmpty(), OneByOne()
 
 
 def every_trajectory(model, response):
-    """g, log P and holds_mask [T, M] of every trajectory that P can take on X0, with their graphs."""
+    """g, E[g | x], log P and holds_mask [T, M] of every trajectory that P can take on X0, with their graphs."""
     times = [range(BUDGET - 1, -1, -1) if chosen else [BUDGET] for chosen in response.tolist()]
     reveal_time = torch.tensor(list(product(*times)))  # [M, N]
-    gain, log_p, holds_mask = [], [], []
+    gain, expected, log_p, holds_mask = [], [], [], []
     for t in range(BUDGET):
         masked, reveal = (reveal_time <= t) & response, reveal_time == t
         x = torch.where(masked, model.mask, X0)
         log_mu = model.denoiser(x).gather(-1, X0.expand_as(x)[..., None])[..., 0]
         gain.append(torch.where(reveal, log_mu, 0.0).sum(-1))
-        forced = torch.zeros(len(x), dtype=log_mu.dtype)
-        log_p.append(model.selection.log_prob(reveal, model.selector(x, t), masked) if t else forced)
+        forced, logits = torch.zeros(len(x), dtype=log_mu.dtype), model.selector(x, t)
+        log_p.append(model.selection.log_prob(reveal, logits, masked) if t else forced)
+        expected.append((model.selection.marginal(logits, masked) * log_mu.detach()).sum(-1) if t else forced)
         holds_mask.append(masked.any(-1))
-    gain, log_p, holds_mask = (torch.stack(rows) for rows in (gain, log_p, holds_mask))
-    possible = torch.isfinite(log_p).all(0)
-    return gain[:, possible], log_p[:, possible], holds_mask[:, possible]
+    possible = torch.isfinite(torch.stack(log_p)).all(0)
+    return tuple(torch.stack(rows)[:, possible] for rows in (gain, expected, log_p, holds_mask))
 
 
 def exact_value(model, response, reward=None):
@@ -39,19 +39,18 @@ def exact_value(model, response, reward=None):
     steps = exact.chain.expected_steps()
     if reward is None:
         return exact.gain.sum() - PRICE * steps
-    return every_trajectory(model, response)[1].sum(0).exp() @ reward - PRICE * steps
+    return every_trajectory(model, response)[2].sum(0).exp() @ reward - PRICE * steps
 
 
 def averaged(model, response, estimate, reward=None):
     """Value and loss, averaged over all k-tuples of trajectories with their probabilities."""
-    gain, log_p, holds_mask = every_trajectory(model, response)
+    gain, expected, log_p, holds_mask = every_trajectory(model, response)
     tuples = torch.cartesian_prod(*[torch.arange(gain.shape[1])] * K)  # [B, k]
     weights = log_p.detach().sum(0)[tuples].sum(-1).exp()  # [B]
     price = torch.full((len(tuples),), PRICE, dtype=gain.dtype)
-    kept = gain if reward is None else torch.zeros_like(gain)
-    found = estimate(
-        kept[:, tuples], log_p[:, tuples], holds_mask[:, tuples], price, None if reward is None else reward[tuples]
-    )
+    parts = (gain, expected) if reward is None else (torch.zeros_like(gain), torch.zeros_like(gain))
+    parts = (part[:, tuples] for part in (*parts, log_p, holds_mask))
+    found = estimate(*parts, price, None if reward is None else reward[tuples])
     return weights @ found.value, weights @ found.loss
 
 
@@ -89,7 +88,7 @@ def test_with_a_prompt():
 
 
 def mistaken(mistake):
-    def estimate(gain, log_p, holds_mask, price, reward=None):
+    def estimate(gain, expected, log_p, holds_mask, price, reward=None):
         if mistake == "the last step left out":
             holds_mask = holds_mask.clone()
             holds_mask[0] = False
@@ -97,15 +96,20 @@ def mistaken(mistake):
         G = returns(values, holds_mask, price, reward)
         if mistake == "price paid after the end":
             G = (values - price[:, None]).cumsum(0)
-        if mistake == "the gain of earlier steps counted too":
-            G = torch.where(holds_mask, G[-1:], 0.0)
         if mistake == "the gain of earlier steps counted instead":
             G = returns(values.flip(0), holds_mask.flip(0), price, reward).flip(0)
-        others = torch.where(holds_mask if reward is None else True, G, 0.0).flip(-1)  # of two trajectories
+        after = torch.cat([torch.zeros_like(G[:1]) if reward is None else reward[None], G[:-1]])
+        if mistake == "the gain of earlier steps counted too":
+            after = after + values.sum(0) - values.cumsum(0)
+        if mistake == "what the step itself earns counted twice":
+            after = G
+        others = torch.where(holds_mask if reward is None else True, after, 0.0).flip(-1)  # of two trajectories
         if mistake == "itself in the baseline":
-            others = G.mean(-1, keepdim=True)
-        advantage = torch.where(holds_mask, G - others, 0.0)
-        loss = -(gain.sum(0) + (advantage * log_p)[1:].sum(0)).mean(-1)
+            others = after.mean(-1, keepdim=True)
+        advantage = torch.where(holds_mask, after - others, 0.0)
+        if mistake == "what the step itself earns left out":
+            expected = 0 * expected
+        loss = -(gain.sum(0) + (expected + advantage * log_p).sum(0)).mean(-1)
         return SelfEstimate(returns(values, holds_mask, price, reward)[-1].mean(-1), loss)
 
     return estimate
@@ -117,6 +121,8 @@ def mistaken(mistake):
         "the last step left out",
         "price paid after the end",
         "itself in the baseline",
+        "what the step itself earns left out",
+        "what the step itself earns counted twice",
         "the gain of earlier steps counted instead",
     ],
 )
@@ -132,10 +138,11 @@ def test_counting_the_gain_of_earlier_steps_is_unbiased_but_noisier():
 
     def spread(estimate):
         model = (tables := tiny(NonEmpty(), budget=BUDGET)).model
-        gain, log_p, holds_mask = every_trajectory(model, torch.ones(3, dtype=torch.bool))
+        gain, expected, log_p, holds_mask = every_trajectory(model, torch.ones(3, dtype=torch.bool))
         tuples = torch.cartesian_prod(*[torch.arange(gain.shape[1])] * K)
         weights, price = log_p.detach().sum(0)[tuples].sum(-1).exp(), torch.full((len(tuples),), PRICE)
-        losses = estimate(gain.detach()[:, tuples], log_p[:, tuples], holds_mask[:, tuples], price).loss
+        parts = (part[:, tuples] for part in (gain.detach(), expected, log_p, holds_mask))
+        losses = estimate(*parts, price).loss
         rows = [torch.autograd.grad(loss, tables.psi, retain_graph=True)[0].flatten() for loss in losses]
         gradients = torch.stack(rows)
         return weights @ (gradients - weights @ gradients).square().sum(-1)
@@ -148,7 +155,7 @@ def check_reference(selection, mistake=""):
     """J_lambda - w KL(P || P_ref) and its gradient, both over all trajectories, P_ref another tiny model's selector."""
     weight, response = 0.7, torch.ones(3, dtype=torch.bool)
     tables, rule = tiny(selection, budget=BUDGET), tiny(selection, budget=BUDGET, seed=9)
-    log_p, log_rule = (every_trajectory(m, response)[1] for m in (tables.model, rule.model))
+    log_p, log_rule = (every_trajectory(m, response)[2] for m in (tables.model, rule.model))
     kl = log_p.sum(0).exp() @ (log_p - log_rule).sum(0)
     exact = exact_value(tables.model, response) - weight * kl
     penalty = weight * (log_p - log_rule)
@@ -160,9 +167,9 @@ def check_reference(selection, mistake=""):
     if mistake == "paid at the first step only":
         penalty = torch.cat([torch.zeros_like(penalty[:-1]), penalty[-1:]])
 
-    def estimate(gain, log_p, holds_mask, price, reward):
+    def estimate(*arguments):
         tuples = torch.cartesian_prod(*[torch.arange(penalty.shape[1])] * K)
-        return estimate_self(gain, log_p, holds_mask, price, penalty=penalty[:, tuples], scaled=False)
+        return estimate_self(*arguments, penalty=penalty[:, tuples], scaled=False)
 
     value, loss = averaged(tables.model, response, estimate)
     assert abs(float((value - exact).detach())) < 1e-10
@@ -190,7 +197,7 @@ def test_planted_mistakes_with_a_reference_are_found(mistake):
 def test_the_bounds(selection):
     """J <= the bound from 2 samples <= from 3 <= log P, each averaged exactly."""
     model, response = tiny(selection, budget=BUDGET).model, torch.ones(3, dtype=torch.bool)
-    gain, log_p, _ = every_trajectory(model, response)
+    gain, _, log_p, _ = every_trajectory(model, response)
     total, p = gain.sum(0).detach(), log_p.detach().sum(0).exp()
     bounds = []
     for k in (1, 2, 3):
@@ -205,11 +212,12 @@ def test_the_bounds(selection):
 
 def test_scaling_divides_by_the_root_mean_square():
     generator = torch.Generator().manual_seed(0)
-    gain, log_p = (torch.randn(4, 3, 2, generator=generator, dtype=torch.float64) for _ in range(2))
+    gain, expected, log_p = (torch.randn(4, 3, 2, generator=generator, dtype=torch.float64) for _ in range(3))
     holds_mask, price = torch.ones(4, 3, 2, dtype=torch.bool), torch.zeros(3, dtype=torch.float64)
-    plain = estimate_self(gain, log_p, holds_mask, price, scaled=False).loss
-    once = estimate_self(gain, log_p, holds_mask, price).loss + gain.sum(0).mean(-1)
-    twice = estimate_self(2 * gain, log_p, holds_mask, price).loss + 2 * gain.sum(0).mean(-1)
+    rest = log_p, holds_mask, price
+    plain = estimate_self(gain, expected, *rest, scaled=False).loss
+    once = estimate_self(gain, expected, *rest).loss + gain.sum(0).mean(-1)
+    twice = estimate_self(2 * gain, 2 * expected, *rest).loss + 2 * gain.sum(0).mean(-1)
     assert torch.allclose(once, twice)
     assert not torch.allclose(plain + gain.sum(0).mean(-1), once)
 
@@ -217,4 +225,4 @@ def test_scaling_divides_by_the_root_mean_square():
 def test_one_trajectory_is_refused():
     one = torch.zeros(2, 1, 1)
     with pytest.raises(ValueError, match="k >= 2"):
-        estimate_self(one, one, one.bool(), torch.zeros(1))
+        estimate_self(one, one, one, one.bool(), torch.zeros(1))

@@ -29,7 +29,8 @@ class Orders(NamedTuple):
     """What k trajectories of each sequence earned and decided at every step: [T, B, k], the last step t = 0 first."""
 
     gain: Tensor  # g_t, with its graph where the denoiser learns
-    log_p: Tensor  # log P(r_t | x_{t+1}) with its graph; 0 where nothing was decided
+    expected: Tensor  # E[g_t | x_{t+1}] with the selector's graph; 0 where nothing was decided
+    log_p: Tensor  # log P(r_t | x_{t+1}), likewise
     holds_mask: Tensor  # bool: x_{t+1} holds a mask
     tokens: Tensor  # [B, k, L]: the true ones, or with a checker those that were written
     deviation: Tensor | None = None  # log P - log P_ref of r_t, without a graph, where there is a reference
@@ -80,7 +81,9 @@ class SelfObjective(nn.Module):
             reward = self._judged(orders.tokens, examples).to(price)
         price = price if self.model.selector.prices else torch.zeros_like(price)
         penalty = None if orders.deviation is None else self.reference_weight * orders.deviation
-        estimate = estimate_self(orders.gain, orders.log_p, orders.holds_mask, price, reward, penalty=penalty)
+        estimate = estimate_self(
+            orders.gain, orders.expected, orders.log_p, orders.holds_mask, price, reward, penalty=penalty
+        )
         metrics = {"value": estimate.value.mean(), "q_steps": steps.mean()}
         if orders.deviation is not None:
             metrics["reference_kl"] = orders.deviation.sum(0).mean()
@@ -127,7 +130,9 @@ class SelfObjective(nn.Module):
             draws = self._uniforms(Purpose.TRAJECTORY, examples, ids, there, index)
             reveal = at & (forced[:, None] | selector.selection.sample(logits.detach(), at, draws))
             decided = torch.where(forced, 0.0, selector.selection.log_prob(reveal, logits, at))
-            parts = [torch.where(reveal, log_mu, 0.0).sum(-1), decided, at.any(-1)]
+            expected = (selector.selection.marginal(logits, at) * log_mu.detach()).sum(-1)
+            gained, expected = torch.where(reveal, log_mu, 0.0).sum(-1), torch.where(forced, 0.0, expected)
+            parts = [gained, expected, decided, at.any(-1)]
             if self.reference_weight:
                 ruled = selector.selection.log_prob(reveal, rule, at)
                 parts.append(torch.where(forced, 0.0, decided.detach() - ruled))
@@ -137,8 +142,8 @@ class SelfObjective(nn.Module):
             masked[there] = at & ~reveal
             num_masked = masked.sum(-1).cpu()  # the device is waited for
         told = (torch.stack(part[::-1]).view(len(part), -1, k) for part in zip(*steps, strict=True))
-        gain, log_p, holds_mask, *deviation = told
-        return Orders(gain, log_p, holds_mask, tokens.view(-1, k, tokens.shape[-1]), *deviation)
+        gain, expected, log_p, holds_mask, *deviation = told
+        return Orders(gain, expected, log_p, holds_mask, tokens.view(-1, k, tokens.shape[-1]), *deviation)
 
     def _ask(
         self,

@@ -33,6 +33,9 @@ class Selection(Protocol):
     def kl(self, log_q: Tensor, logits: Tensor, masked: Tensor) -> Tensor:
         """KL(Q || P) [...] of the product of Bern(q_n) from P; 0 where nothing is masked."""
 
+    def marginal(self, logits: Tensor, masked: Tensor) -> Tensor:
+        """P(r_n = 1) [..., N]; 0 where not masked."""
+
     def sample(self, logits: Tensor, masked: Tensor, uniforms: Tensor) -> Tensor:
         """r ~ P [..., N] bool from uniforms [..., N + 1]: one a position, and one for the whole sequence."""
 
@@ -54,6 +57,9 @@ class Bernoulli:
         negative_entropy = q * log_q + not_q * log1mexp(log_q)
         expected_log_p = q * logsigmoid(logits) + not_q * logsigmoid(-logits)
         return _sum(negative_entropy - expected_log_p, masked)
+
+    def marginal(self, logits: Tensor, masked: Tensor) -> Tensor:
+        return torch.where(masked, torch.sigmoid(full_precision(logits)), 0.0)
 
     def sample(self, logits: Tensor, masked: Tensor, uniforms: Tensor) -> Tensor:
         return masked & (uniforms[..., :-1] < torch.sigmoid(full_precision(logits)))
@@ -77,6 +83,10 @@ class NonEmpty:
 
     def kl(self, log_q: Tensor, logits: Tensor, masked: Tensor) -> Tensor:
         return Bernoulli().kl(log_q, logits, masked) + self._log_nonempty(logits, masked)
+
+    def marginal(self, logits: Tensor, masked: Tensor) -> Tensor:
+        log_marginal = logsigmoid(full_precision(logits)) - self._log_nonempty(logits, masked)[..., None]
+        return torch.where(masked, log_marginal, -torch.inf).exp()
 
     def sample(self, logits: Tensor, masked: Tensor, uniforms: Tensor) -> Tensor:
         """The first revealed position by inverse CDF from f, the later ones independently; in float64."""
@@ -117,8 +127,11 @@ class OneByOne:
         log_q = torch.where(masked, full_precision(log_q), 0.0)
         return _sum(log_q.exp() * (log_q - self._log_p(logits, masked)), masked)
 
+    def marginal(self, logits: Tensor, masked: Tensor) -> Tensor:
+        return torch.where(masked, self._log_p(logits, masked).exp(), 0.0)
+
     def sample(self, logits: Tensor, masked: Tensor, uniforms: Tensor) -> Tensor:
-        cdf = torch.where(masked, self._log_p(logits.double(), masked).exp(), 0.0).cumsum(-1)
+        cdf = self.marginal(logits.double(), masked).cumsum(-1)
         return draw_first(cdf, masked, uniforms[..., -1:])[0]
 
     @staticmethod

@@ -6,18 +6,22 @@ The order KL is zero and there is no scorer.  t = 0 reveals whatever is left, wi
 in nats per step gives
 
     J_lambda = J - lambda E[steps],      G_t = sum_{s <= t} (g_s - lambda [x_{s+1} holds a mask])
-    grad_psi J_lambda = E[ sum_{t >= 1} (G_t - b_t) grad log P(r_t | x_{t+1}) ]
+    grad_psi J_lambda = E[ sum_{t >= 1} grad E[g_t | x_{t+1}] + (G_{t-1} - b_t) grad log P(r_t | x_{t+1}) ]
 
-with b_t the mean G_t of those of the other k - 1 trajectories of the same x_0 that hold a mask at the same t, or 0
-without one: what has ended has nothing left to earn, and says nothing about what is left here.  theta gets the plain
-gradient of g.  With tokens that the model writes itself and a reward for the whole sequence in the place of the
-likelihood, G_t = reward - lambda (steps left), and b_t is the mean over all the other trajectories, ended or not.
+What a step itself earns has its expectation in closed form, E[g_t | x_{t+1}] = sum_n P(r_n = 1) log mu^n(x_{t+1})[x_0^n],
+and its price is paid whatever it reveals: only what is earned afterwards, G_{t-1}, is left to the score function.
+b_t is the mean G_{t-1} of those of the other k - 1 trajectories of the same x_0 that hold a mask at the same t, or 0
+without one: what has ended has nothing left to earn.  theta gets the plain gradient of g.
+
+With tokens that the model writes itself and a reward for the whole sequence in the place of the likelihood,
+G_t = reward - lambda (steps left), and b_t is the mean over all the other trajectories, ended or not.
 
 A reference rule P_ref with a weight w keeps the order near a rule (UPO, Hong et al. 2025):
 
     J_lambda - w KL(P || P_ref),    KL = E_P[ sum_t d_t ],    d_t = log P(r_t | x_{t+1}) - log P_ref(r_t | x_{t+1})
 
-has the same gradient with g_s - w d_s in the place of g_s: grad d_t has mean zero, so d carries no graph.
+has the same gradient with G_{t-1} - w sum_{s <= t} d_s in the place of G_{t-1}: grad d_t has mean zero, so d carries no
+graph.
 
 Legend: T steps, indexed by t; B sequences; k trajectories of each.  `holds_mask[t]`: x_{t+1} holds a mask.
 """
@@ -44,14 +48,15 @@ def returns(gain: Tensor, holds_mask: Tensor, price: Tensor, reward: Tensor | No
     return earned if reward is None else earned + reward
 
 
-def baseline(G: Tensor, counted: Tensor) -> Tensor:
-    """b_t [T, B, k]: the mean of the other trajectories' G_t [T, B, k] among those `counted` [T, B, k], else 0."""
-    G, number = torch.where(counted, G, 0.0), counted.to(G)
-    return (G.sum(-1, keepdim=True) - G) / (number.sum(-1, keepdim=True) - number).clamp(min=1)
+def baseline(after: Tensor, counted: Tensor) -> Tensor:
+    """b_t [T, B, k]: the mean of the other trajectories' G_{t-1} [T, B, k] among those `counted` [T, B, k], else 0."""
+    after, number = torch.where(counted, after, 0.0), counted.to(after)
+    return (after.sum(-1, keepdim=True) - after) / (number.sum(-1, keepdim=True) - number).clamp(min=1)
 
 
 def estimate_self(
     gain: Tensor,
+    expected: Tensor,
     log_p: Tensor,
     holds_mask: Tensor,
     price: Tensor,
@@ -60,24 +65,24 @@ def estimate_self(
     penalty: Tensor | None = None,
     scaled: bool = True,
 ) -> SelfEstimate:
-    """The estimate and its surrogate loss from g and log P(r_t | x_{t+1}) [T, B, k], both with their graphs.
+    """The estimate and its surrogate loss from g, E[g_t | x_{t+1}] and log P(r_t | x_{t+1}), [T, B, k] each.
 
-    log_p is 0 where a step decides nothing: at t = 0, and where no mask is left.
+    g has theta's graph, the other two have psi's; they are 0 where nothing is decided: at t = 0 and without a mask.
     penalty: w d [T, B, k], without a graph; the value is then that of J_lambda - w KL.
-    scaled: divide the advantages by their root mean square over the batch, so that the step does not depend on the
-        unit of the gain.  The direction of the expected gradient stays the same, its length does not.
+    scaled: divide psi's part by the root mean square of the advantages over the batch, so that the step does not depend
+        on the unit of the gain.  The direction of the expected gradient stays the same, its length does not.
     """
     if (k := gain.shape[-1]) < 2:
         raise ValueError(f"the selector as its own posterior needs k >= 2 trajectories per sequence, got k = {k}")
-    earned = gain.detach() if penalty is None else gain.detach() - penalty
-    G = returns(earned, holds_mask, price, reward)
+    penalty = torch.zeros_like(gain) if penalty is None else penalty
+    G = returns(gain.detach() - penalty, holds_mask, price, reward)
+    after = torch.zeros_like(G[:1]) if reward is None else reward.expand_as(G[:1])  # G_{-1}
+    after = torch.cat([after, G[:-1]]) - penalty
     counted = holds_mask if reward is None else torch.ones_like(holds_mask)
-    advantage = torch.where(holds_mask, G - baseline(G, counted), 0.0)
-    if scaled:
-        mean_square = advantage.square().sum() / holds_mask.sum().clamp(min=1)
-        advantage = advantage / mean_square.sqrt().clamp(min=1e-6)
-    surrogate = (torch.where(holds_mask, gain, 0.0) + advantage * log_p).sum(0)
-    return SelfEstimate(value=G[-1].mean(-1), loss=-surrogate.mean(-1))
+    advantage = torch.where(holds_mask, after - baseline(after, counted), 0.0)
+    scale = (advantage.square().sum() / holds_mask.sum().clamp(min=1)).sqrt().clamp(min=1e-6) if scaled else 1.0
+    surrogate = torch.where(holds_mask, gain, 0.0) + (expected + advantage * log_p) / scale
+    return SelfEstimate(value=G[-1].mean(-1), loss=-surrogate.sum(0).mean(-1))
 
 
 def many_sample_bound(log_likelihood: Tensor) -> Tensor:
