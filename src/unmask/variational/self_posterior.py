@@ -8,10 +8,10 @@ in nats per step gives
     J_lambda = J - lambda E[steps],      G_t = sum_{s <= t} (g_s - lambda [x_{s+1} holds a mask])
     grad_psi J_lambda = E[ sum_{t >= 1} grad E[g_t | x_{t+1}] + (G_{t-1} - b_t) grad log P(r_t | x_{t+1}) ]
 
-What a step itself earns has its expectation in closed form, E[g_t | x_{t+1}] = sum_n P(r_n = 1) log mu^n(x_{t+1})[x_0^n],
-and its price is paid whatever it reveals: only what is earned afterwards, G_{t-1}, is left to the score function.
-b_t is the mean G_{t-1} of those of the other k - 1 trajectories of the same x_0 that hold a mask at the same t, or 0
-without one: what has ended has nothing left to earn.  theta gets the plain gradient of g.
+What a step itself earns has an expectation in closed form, E[g_t | x_{t+1}] = sum_n P(r_n = 1) log mu^n(x_{t+1})[x_0^n]
+over the masks n, and its price is paid whatever it reveals: only what is earned afterwards, G_{t-1}, is left to the
+score function.  b_t is the mean G_{t-1} of those of the other k - 1 trajectories of the same x_0 that hold a mask at
+the same t, or 0 without one: what has ended has nothing left to earn.  theta gets the plain gradient of g.
 
 With tokens that the model writes itself and a reward for the whole sequence in the place of the likelihood,
 G_t = reward - lambda (steps left), and b_t is the mean over all the other trajectories, ended or not.
