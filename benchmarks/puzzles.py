@@ -1,6 +1,7 @@
 """All six puzzles at their natural budgets, and the demo on ten seeds: from the command line to docs/puzzles.md.
 
-    python benchmarks/puzzles.py run              trains and evaluates what has no record yet (an hour on two cores)
+    python benchmarks/puzzles.py run              trains and evaluates what has no record yet (hours on two cores)
+    python benchmarks/puzzles.py run groups-self  the same for these only
     python benchmarks/puzzles.py table            writes docs/puzzles.md from the records in results/puzzles/
 
 One folder of records per run, results/puzzles/NAME-SEED/: results.jsonl and bound.json as `unmask evaluate` wrote them,
@@ -39,6 +40,8 @@ PUZZLES = [name for name, source in TASKS.items() if ".puzzles." in source]
 # from 100 on had been run before.  A seed fixes the puzzle's hidden structure, its examples, the initial weights and
 # every draw.
 DEMO_SEEDS, PUZZLE_SEEDS, VARIANT_SEEDS = [*range(100, 110), *range(10, 20)], range(10, 12), range(10, 11)
+# The selector as its own posterior: name -> seeds.
+SELF_SEEDS = {f"{name}-self": range(100, 110 if name in (DEMO, "latin-square") else 103) for name in PUZZLES}
 # Settings that the recipes do not use, kept for comparison: name -> recipe and overrides.
 VARIANTS = {
     "addition, the sum asked for": ("addition", ["task.ask=sum"]),
@@ -115,18 +118,24 @@ def table() -> str:
     runs = sorted((Run(folder) for folder in RECORDS.iterdir()), key=lambda run: run.seed)
     puzzles = {name: [run for run in runs if run.name == name] for name in PUZZLES}
     variants = {name: [run for run in runs if run.name == name] for name in VARIANTS}
+    own = {name: [run for run in runs if run.name == name] for name in SELF_SEEDS}
     return "\n".join(
         [
             INTRODUCTION,
             *_validity(puzzles),
+            "\n## The selector as its own posterior\n",
+            "One form of recipe for all (`recipes/*-self.toml`), on a frozen denoiser. The rules include `threshold`, "
+            "`factor`, `eb` and `klass`.\n",
+            *_validity(own),
+            "",
+            *_own_bounds(own),
             "\n## Held-out bounds, nats per token\n",
             "`unmask evaluate --bound` on 1,000 held-out sequences. The last column is their exact log-likelihood "
             "under the true distribution, which no bound can exceed on average.\n",
             *_bounds(puzzles),
-            "\n## The demo, seed by seed\n",
-            "`unmask demo --seed S`, T = 2. *Distinct*: different valid samples, beside the 99% range of that number "
-            "under the true distribution.\n",
-            *_demo(puzzles[DEMO]),
+            "\n## The demo\n",
+            f"`unmask demo --seed S` on {len(puzzles[DEMO])} seeds, T = 2, 1,000 samples each.\n",
+            _demo(puzzles[DEMO]),
             _fixed_order([run.seed for run in puzzles[DEMO]]),
             "\n## Other settings\n",
             "What the recipes do not use ([decisions.md](decisions.md) says why).\n",
@@ -194,20 +203,33 @@ def _bounds(groups: dict[str, list[Run]]) -> list[str]:
     return lines
 
 
-def _demo(runs: list[Run]) -> list[str]:
+def _own_bounds(groups: dict[str, list[Run]]) -> list[str]:
     lines = [
-        "| seed | learned valid @ 2 | 95% | distinct | true 99% | best heuristic @ 2 | CPU seconds | exit code |",
-        "|---|---|---|---|---|---|---|---|",
+        "| puzzle | J, nats per token | from 8 samples | plain denoiser, IID order, same steps | true log-likelihood |",
+        "|---|---|---|---|---|",
     ]
-    for run in runs:
-        learned = run.learned.outcome
-        rival = max(run.heuristics(run.learned.spec.budget), key=lambda record: record.outcome.score)
-        lines.append(
-            f"| {run.seed} | {learned.score:.3f} | {learned.ci_low:.3f}–{learned.ci_high:.3f} | {learned.distinct} "
-            f"| {learned.distinct_low}–{learned.distinct_high} | {rival.outcome.score:.3f} ({rival.spec.policy}) "
-            f"| {run.cost['cpu_seconds']:.0f} | {run.cost['exit_code']} |"
-        )
+    keys = ("self_bound", "many_sample_bound", "mdm_bound", "true_log_likelihood")
+    for name, runs in groups.items():
+        if runs:
+            lines.append(f"| {name} | {' | '.join(_spread(run.bound[key] for run in runs) for key in keys)} |")
     return lines
+
+
+def _demo(runs: list[Run]) -> str:
+    """What the seeds have in common; each is in its record."""
+    found = [run.learned.outcome for run in runs]
+    inside = sum(o.distinct_low <= o.distinct <= o.distinct_high for o in found)
+    rivals = [max(r.outcome.score for r in run.heuristics(run.learned.spec.budget)) for run in runs]
+    return (
+        f"Learned, valid at 2 steps: {_spread(o.score for o in found)}; the best heuristic: {_spread(rivals)}. The "
+        f"number of different valid samples is in the 99% range of the true distribution for {inside} of {len(runs)} seeds. A "
+        f"run takes {_seconds(runs)} CPU seconds; {sum(run.cost['exit_code'] == 0 for run in runs)} exit with 0."
+    )
+
+
+def _seconds(runs: list[Run]) -> str:
+    seconds = [run.cost["cpu_seconds"] for run in runs]
+    return f"{min(seconds):.0f} to {max(seconds):.0f}"
 
 
 def _fixed_order(seeds: list[int]) -> str:
@@ -248,6 +270,7 @@ def _spread(values: Iterable[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["run", "table"])
+    parser.add_argument("names", nargs="*", help="of puzzles and variants; all if none is given")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, one thread each")
     options = parser.parse_args()
     if options.action == "run":
@@ -256,6 +279,8 @@ def main() -> None:
         for seed in PUZZLE_SEEDS:
             wanted += [(task, seed) for task in PUZZLES if task != DEMO]
             wanted += [(name, seed) for name in VARIANTS if seed in VARIANT_SEEDS]
+        wanted += [(name, seed) for name, seeds in SELF_SEEDS.items() for seed in seeds]
+        wanted = [(name, seed) for name, seed in wanted if not options.names or name in options.names]
         with ThreadPoolExecutor(options.jobs) as pool:
             list(pool.map(lambda pair: run_one(*pair), wanted))
     PAGE.write_text(table())
