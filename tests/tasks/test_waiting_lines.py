@@ -184,14 +184,20 @@ class Bisection(Policy):
 Bisection.key = "bisection"  # set afterwards, so that it does not join the rules of unmask
 
 
-def test_bisection_is_exact_in_as_few_steps_as_possible():
-    denoiser, examples = ExactDenoiser(SIXTEEN), SIXTEEN.examples(torch.arange(1000), "test")
+@pytest.mark.parametrize(
+    "task", [SIXTEEN, WaitingLines(operations="insert-random", min_n=14, max_n=14)], ids=lambda task: task.operations
+)
+def test_bisection_is_exact_in_as_few_steps_as_possible(task):
+    """Fifteen tokens in four steps; with these steps other rules, and with fewer steps bisection, break many lines."""
+    denoiser, examples = ExactDenoiser(task), task.examples(torch.arange(1000), "test")
     canvas = torch.where(examples.response, denoiser.mask_token_id, examples.tokens)
-    out = generate(denoiser, canvas, Bisection(), SIXTEEN.min_steps, temperature=1.0)
-    assert SIXTEEN.valid(out.tokens, examples).all()
-    assert SIXTEEN.overall(SIXTEEN.codes(out.tokens, examples))["TV"] < 0.1
-    fewer = generate(denoiser, canvas, Bisection(), SIXTEEN.min_steps - 1, temperature=1.0)
-    assert not SIXTEEN.valid(fewer.tokens, examples).all()
-    for rule in ("top-prob", "margin", "iid"):
-        tokens = generate(denoiser, canvas, rule, SIXTEEN.min_steps, temperature=1.0).tokens
-        assert 0.5 < SIXTEEN.valid(tokens, examples).double().mean() < 0.75
+
+    def written(rule, steps):
+        tokens = generate(denoiser, canvas, rule, steps, temperature=1.0).tokens
+        return float(task.valid(tokens, examples).double().mean()), task.overall(task.codes(tokens, examples))["TV"]
+
+    valid, variation = written(Bisection(), task.min_steps)
+    assert (valid, task.min_steps) == (1, 4)
+    assert variation < 0.1
+    assert written(Bisection(), 3)[0] < 0.9
+    assert all(written(rule, 4)[0] < 0.75 for rule in ("top-prob", "margin", "iid"))

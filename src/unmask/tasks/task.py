@@ -105,7 +105,7 @@ class Task(ABC):
         return {}
 
     def codes(self, tokens: Tensor, examples: Examples) -> Tensor | None:
-        """[B] int64: what `overall` needs to know of each answer, or None where it needs nothing."""
+        """[B] int64: what `overall` needs to know of each answer, if anything; not asked of an unconditional task."""
         return None
 
     def overall(self, codes: Tensor) -> dict[str, float]:
