@@ -124,7 +124,13 @@ def test_what_a_whole_evaluation_comes_to():
     )
     assert task.overall(task.codes(first.flip(-1), examples)) == {}, "nothing is right"
 
-    task = WaitingLines(operations="copy,insert-random", min_n=4, max_n=6)
+    task = WaitingLines(operations="shuffle", min_n=8, max_n=8)
+    examples = task.examples(torch.arange(2000), "test")
+    assert task.overall(task.codes(examples.tokens, examples))["TV"] < 0.05
+    reversed_lines = torch.cat([examples.tokens[:, :11], examples.tokens[:, 3:11].flip(-1)], dim=-1)
+    assert task.overall(task.codes(reversed_lines, examples)) == {"TV": 7 / 8}, "valid, and always the same"
+
+    task = WaitingLines(operations="copy,insert-random,copy", min_n=4, max_n=6)
     examples = task.examples(torch.arange(2000), "test")
     copies = examples.tokens[:, 0] == task.vocabulary.index("copy")
     wrong = torch.where(copies[:, None] & (torch.arange(2000) % 2 == 0)[:, None], 0, examples.tokens)

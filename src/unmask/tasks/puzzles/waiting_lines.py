@@ -58,7 +58,8 @@ class WaitingLines(Puzzle):
 
     @cached_property
     def _chosen(self) -> tuple[str, ...]:
-        return OPERATIONS if self.operations == "all" else tuple(word.strip() for word in self.operations.split(","))
+        some = tuple(dict.fromkeys(word.strip() for word in self.operations.split(",")))
+        return OPERATIONS if self.operations == "all" else some
 
     @cached_property
     def vocabulary(self) -> tuple[str, ...]:
@@ -151,14 +152,18 @@ class WaitingLines(Puzzle):
         return self._written(prompt, place), right & ~self._is(operation, "shuffle")[:, None]
 
     def _place(self, tokens: Tensor, examples: Examples) -> Tensor:
-        """[B]: the place where a right answer changed the line (0 where it had no choice), -1 for a wrong answer."""
+        """[B]: where a right answer changed the line (0 where it had no choice), -1 for a wrong answer.
+
+        Of a shuffle it is where the first name went: uniform too, but for about 1 / n! of the line that is left out.
+        """
         prompt, response = examples.tokens[:, : self._start], tokens[:, self._start :]
         written, right = self._right(prompt)
         equal = right & (written == response[:, None]).all(-1)  # [B, K]
         line = written[:, 0]  # of a shuffle: as it was
         moved = (response.sort(-1).values == line.sort(-1).values).all(-1) & (response != line).any(-1)
-        answered = equal.any(-1) | (moved & self._is(prompt[:, 0], "shuffle"))
-        return torch.where(answered & prompt_kept(tokens, examples), equal.long().argmax(-1), -1)
+        shuffles = self._is(prompt[:, 0], "shuffle")
+        place = torch.where(shuffles, (response == line[:, :1]).long().argmax(-1), equal.long().argmax(-1))
+        return torch.where((equal.any(-1) | (moved & shuffles)) & prompt_kept(tokens, examples), place, -1)
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
         return self._place(tokens, examples) >= 0
@@ -194,7 +199,7 @@ class WaitingLines(Puzzle):
             right = asked & (place >= 0)
             if which and asked.any():
                 figures[f"valid{which}"] = int(right.sum()) / int(asked.sum())
-            if "random" in word and right.any():
+            if (word == "shuffle" or "random" in word) and right.any():
                 more = int("insert" in word)
                 figures[f"TV{which}"] = total_variation(place[right], n[right] + more, self.min_n + more)
         return figures
