@@ -29,7 +29,7 @@ CACHE_VERSION = 1
 CACHE_FILE = "puzzles.safetensors"
 
 _CLUES = {2: (4, 8), 3: (24, 40)}
-_TEST_SHARE = 8  # one in so many kinds of puzzles is held out
+_TEST_SHARE = 5  # one in so many kinds of puzzles is held out
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Sudoku(Puzzle):
     of them after a random symmetry (digits renamed; bands, stacks, rows and columns permuted; transposed), of which a
     9 x 9 puzzle has 9! 6^8 2.  The splits `test` and `hard` have the base puzzles as they are:
         hard    9 x 9: filling in what has only one place or one digit does not solve it; 4 x 4: it has only 4 clues
-        test    one in eight of the others; no symmetry takes a test puzzle to a training puzzle
+        test    one in five of the others; no symmetry takes a test puzzle to a training puzzle
     """
 
     box: int = 3
