@@ -87,6 +87,16 @@ def test_a_puzzle_of_a_newspaper_and_one_that_needs_guesses():
     assert solve(3, read("5" + PUZZLE[1:8] + "5" + PUZZLE[9:])).grids == []
 
 
+def test_few_clues_are_settled_soon():
+    """A guess at the cell with the fewest digits alone takes minutes for either."""
+    ambiguous = ".....6....59.....82....8....45........3........6..3.54...325..6.................."
+    impossible = ".....5.8....6.1.43..........1.5........1.6...3.......553.....61........4........."
+    for text, solutions in ((ambiguous, 2), (impossible, 0), ("." * 81, 2)):
+        grids, guesses = solve(3, read(text))
+        assert len(grids) == solutions
+        assert guesses < 1000
+
+
 def test_a_dug_puzzle_has_one_solution_and_no_clue_too_many():
     for grid in GRIDS[::29]:
         for clues in (0, 7):

@@ -39,9 +39,9 @@ class Solved(NamedTuple):
     guesses: int  # cells at which the search branched; 0: every cell was the only one for a digit or had only one
 
 
-def solve(box: int, puzzle: Cells, at_most: int = 2, preferred: Sequence[Sequence[int]] | None = None) -> Solved:
-    """The solutions of a puzzle, up to `at_most`; preferred [cells][side]: the order in which a cell tries digits."""
-    return _search(box, _planes(box, puzzle), at_most, preferred)
+def solve(box: int, puzzle: Cells, at_most: int = 2, keys: Sequence[Sequence[float]] | None = None) -> Solved:
+    """The solutions of a puzzle, up to `at_most`; keys [cells][side]: guesses are tried in their order."""
+    return _search(box, _planes(box, puzzle), at_most, keys)
 
 
 def _planes(box: int, puzzle: Cells) -> list[int]:
@@ -54,24 +54,36 @@ def _planes(box: int, puzzle: Cells) -> list[int]:
     return [blank | clue for clue in clues]
 
 
-def _search(box: int, planes: list[int], at_most: int, preferred: Sequence[Sequence[int]] | None = None) -> Solved:
-    """Singles, and where they do not suffice, every digit of the cell with the fewest."""
+def _search(box: int, planes: list[int], at_most: int, keys: Sequence[Sequence[float]] | None = None) -> Solved:
+    """Singles, and where they do not suffice, guesses."""
     open_cells = _place_singles(box, planes)
     if open_cells is None:
         return Solved([], 0)
     cells = range(len(planes) ** 2)
     if not open_cells:
         return Solved([[next(d for d, plane in enumerate(planes) if plane >> cell & 1) for cell in cells]], 0)
-    _, cell = min((sum(plane >> cell & 1 for plane in planes), cell) for cell in cells if open_cells >> cell & 1)
     grids: list[list[int]] = []
     guesses = 1
-    for digit in range(len(planes)) if preferred is None else preferred[cell]:
-        if planes[digit] >> cell & 1 and len(grids) < at_most:
+    branches = _fewest(box, planes, open_cells)
+    for cell, digit in sorted(branches, key=lambda branch: keys[branch[0]][branch[1]]) if keys else branches:
+        if len(grids) < at_most:
             assumed = [plane & ~(1 << cell) for plane in planes]
             assumed[digit] = planes[digit]
-            found = _search(box, assumed, at_most - len(grids), preferred)
+            found = _search(box, assumed, at_most - len(grids), keys)
             grids, guesses = grids + found.grids, guesses + found.guesses
     return Solved(grids, guesses)
+
+
+def _fewest(box: int, planes: list[int], open_cells: int) -> list[tuple[int, int]]:
+    """The fewest (cell, digit) of which one is right: the digits of a cell, or the places of a digit in a unit."""
+    cells = [cell for cell in range(len(planes) ** 2) if open_cells >> cell & 1]
+    fewest = min(([(cell, d) for d, plane in enumerate(planes) if plane >> cell & 1] for cell in cells), key=len)
+    if len(fewest) > 2:
+        places = ((plane & mask, digit) for digit, plane in enumerate(planes) for mask in geometry(box).masks)
+        here, digit = min((some for some in places if some[0] & open_cells), key=lambda some: some[0].bit_count())
+        if here.bit_count() < len(fewest):
+            fewest = [(cell, digit) for cell in cells if here >> cell & 1]
+    return fewest
 
 
 def _place_singles(box: int, planes: list[int]) -> int | None:

@@ -142,7 +142,8 @@ class Sudoku(Puzzle):
         with progress("puzzles", self.puzzles, transient=True) as advance:
             for number in range(self.puzzles):
                 u = self.structure_uniforms(number, self.length + 1, side + 1)
-                grid = solve(self.box, [None] * self.length, 1, u[:-1, :side].argsort().tolist()).grids[0]
+                first_row = u[-1, :side].argsort().tolist()
+                grid = solve(self.box, first_row + [None] * (self.length - side), 1, u[:-1, :side].tolist()).grids[0]
                 clues = low + int(u[-1, -1] * (high - low + 1))
                 puzzle = dig(self.box, grid, u[:-1, -1].argsort().tolist(), clues)
                 yield puzzle, grid, solve(self.box, puzzle).guesses
