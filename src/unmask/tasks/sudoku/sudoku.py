@@ -28,13 +28,16 @@ from unmask.tasks.task import Examples, check_choice, check_range, check_split, 
 CACHE_VERSION = 1
 CACHE_FILE = "puzzles.safetensors"
 
-_CLUES = {2: (4, 8), 3: (24, 40)}
+_CLUES = {2: (4, 8), 3: (24, 40)}  # our choice: how many the puzzles of Kim et al. (2025) have could not be found
 _TEST_SHARE = 5  # one in so many kinds of puzzles is held out
 
 
 @dataclass(frozen=True)
 class Sudoku(Puzzle):
     """A grid of box^2 x box^2 cells; the clues are the prompt, the blanks are written, and one answer is right.
+
+    Clues stand inside the sequence and only blanks are masked, as in Kim et al. (2025, "Train for the worst, plan for
+    the best").  As theirs, the hard split needs more than any training puzzle does.
 
     `puzzles` base puzzles are dug out of random grids, once, and kept in a cache.  A training example is a random one
     of them after a random symmetry (digits renamed; bands, stacks, rows and columns permuted; transposed), of which a
