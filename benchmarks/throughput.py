@@ -43,7 +43,7 @@ from unmask.tasks.task import Examples, Task
 from unmask.training.run import load_run
 
 THRESHOLDS = [0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999]
-PRICES = [0.004, 0.008, 0.015, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5, 0.8, 1.2, 2.0]
+PRICES = 12  # log-spaced in the range of the order
 
 
 class Written(NamedTuple):
@@ -125,7 +125,9 @@ def ways(
     ]
     if selector is not None:
         order = partial(with_rule, own, lambda price: Learned(selector, price=price, deterministic=True))
-        found.append(Way("engine, learned", prices if selector.prices else [0.0], partial(order, selector.budget)))
+        low, high = selector.prices or (1.0, 1.0)
+        range_of = [low * (high / low) ** (i / (PRICES - 1)) for i in range(PRICES)] if selector.prices else [0.0]
+        found.append(Way("engine, learned", prices or range_of, partial(order, selector.budget)))
     return found
 
 
@@ -248,7 +250,7 @@ def main() -> None:
         options.batch,
         int(to_time.num_response.max()),
         options.threshold or THRESHOLDS,
-        options.price or PRICES,
+        options.price or [],
         device,
     )
     first = choose(all_ways[0], dev, to_choose, 0.0)

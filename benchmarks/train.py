@@ -47,7 +47,6 @@ from unmask.models.networks import SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
 from unmask.models.packing import Layout, places
 from unmask.recipe import Optimisation
-from unmask.rng import Purpose
 from unmask.tasks.task import Examples, Task, to_device
 from unmask.training import self_posterior
 from unmask.training.compiled import compiled_networks
@@ -313,7 +312,7 @@ class PlainRollouts(SelfObjective):
                 log_mu = log_likelihood(mu.flatten(0, 1), rows.tokens.flatten()).view_as(tokens)
                 seen = torch.where(masked[..., None], selector_features(mu.flatten(0, 1)).view(*tokens.shape, 3), 0.0)
             logits = model.selector(hidden, seen, masked, budget - 1 - index, layout, budget, price[of])
-            forced, draws = budget == index + 1, self._uniforms(Purpose.TRAJECTORY, examples, ids, every, index)
+            forced, draws = budget == index + 1, self._uniforms(examples, ids, every, index)
             reveal = masked & (forced[:, None] | model.selection.sample(logits.detach(), masked, draws))
             decided = torch.where(forced, 0.0, model.selection.log_prob(reveal, logits, masked))
             log_mu = log_mu if self.checker is None else torch.zeros_like(log_mu)

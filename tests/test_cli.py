@@ -817,7 +817,7 @@ def test_evaluate_bound(call, run):
 
 
 def test_the_bound_and_the_price_of_an_order_without_a_scorer(base, call, refused, tmp_path):
-    options = ("order.posterior=selector", "order.prices=[0.1, 2.0]", "order.start=threshold")
+    options = ("order.posterior=selector", "order.prices=[0.1, 2.0]", "order.least_budget=1", "order.start=threshold")
     wanted = [word for option in options for word in ("--set", option)]
     assert call("train", base / "tiny.toml", "--out", tmp_path / "run", *wanted)[0] == 0
     code, text, err = call("evaluate", tmp_path / "run", "--bound", "--samples", "3", "--examples", "10")

@@ -355,16 +355,17 @@ def _evaluate_curve(run: Path, **options: Any) -> None:
     from unmask.report.plots import curve_plot, svg
     from unmask.report.tables import curve_table, curve_verdict
 
+    refuse_link(run / "curve.svg")
     evaluate(run, curve=True, **options)
     if not _is_main():
         return
     curve = read_curve(run / "curve.json")
     if curve is None:
+        (run / "curve.svg").unlink(missing_ok=True)
         say("No rule was evaluated that the order can be compared with.")
         return
     say(curve_verdict(curve))
     Console(highlight=False).print(curve_table(curve))
-    refuse_link(run / "curve.svg")
     write_text(run / "curve.svg", svg(curve_plot(curve, "valid, %")) + "\n")
     say(f"curve: {run / 'curve.svg'}, {run / 'curve.json'}")
 
@@ -463,8 +464,8 @@ def policies() -> None:
         "\nA rule is written as its name alone (margin), with one value (threshold:0.9), or with several\n"
         "(klass(0.9,0.01,2), eb(0.1,order=margin), blocks(32,stochastic(margin,0.5))).  In Python it is the class\n"
         "beside it: unmask.policies.Threshold(0.9).  One of your own is written module:Class or module:Class(0.9).\n"
-        "learned, lo-arm and reward decide by the run's own selector; reward is a decoding rule only, and so is\n"
-        "lo-arm unless the recipe has order.selection = 'one'.\n"
+        "learned, lo-arm and reward decide by the run's own selector; lo-arm is the rule that was trained\n"
+        "where the recipe has order.selection = 'one', reward where it has order.reward and 'bernoulli'.\n"
         "i: step from 0, S: the most steps, N: size of the response, M: its masks, H_n: entropy,\n"
         "k_i: N div S, one more for the first N mod S steps, p_n: the denoiser's distribution at n, x_n: the token\n"
         "proposed there, c_n: its largest probability (confidence=sampled: that of x_n)."

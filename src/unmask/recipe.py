@@ -141,8 +141,9 @@ class OrderRecipe(Optimisation):
     prices: tuple[float, ...] = ()  # of a step, lowest and highest, in nats or reward: one order for all; (): none
     start: Literal["iid", "threshold"] = "iid"  # the rule from which the selector starts
     spread: float = 0.0  # of the selector's logits at the start, where positions look alike
-    least_budget: int = 0  # half of the sequences have a budget between this and `budget`; 0: all have `budget`
+    least_budget: int = 0  # with prices, half of the sequences have a budget between this and `budget`
     reward: bool = False  # learn from whether the answer is valid, not from the likelihood
+    temperature: float = 1.0  # of the tokens that are written for a reward; 0: greedy
     reference_weight: float = 0.0  # of the KL from the rule of `start`, as in UPO; 0: none
     from_init: bool = False  # train the order of the run that `init` names further, instead of a fresh one
     denoiser_rate: float = 0.0  # 0: frozen
@@ -168,16 +169,28 @@ class OrderRecipe(Optimisation):
         if self.teacher:
             parse_teacher(self.teacher)
         _check_range(self, 0, "spread", "least_budget", "reference_weight")
-        own = ("prices", "start", "spread", "least_budget", "reward", "reference_weight")
+        own = ("prices", "start", "spread", "least_budget", "reward", "temperature", "reference_weight")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         if self.posterior == "scorer" and (given := [name for name in own if getattr(self, name) != defaults[name]]):
             raise UserError(f"{given[0]} is for posterior = 'selector': set that, or leave it out")
         if self.posterior == "selector":
-            theirs = ("teacher", "kl_weight", "baseline", "tau")
+            theirs = ("teacher", "kl_weight", "baseline", "tau", "scorer_rate")
             if given := [name for name in theirs if getattr(self, name) != defaults[name]]:
                 raise UserError(f"{given[0]} has no effect with posterior = 'selector': leave it out")
+            if bool(self.prices) != bool(self.least_budget):
+                raise UserError(
+                    "prices and least_budget belong together: an order with prices serves every number of steps, from "
+                    "least_budget on; give both, such as prices = [0.02, 2.0] and least_budget = 2, or neither"
+                )
             if self.least_budget > self.budget:
                 raise UserError(f"least_budget = {self.least_budget} must be at most budget = {self.budget}")
+            if self.temperature != defaults["temperature"] and not self.reward:
+                raise UserError("temperature is that of the tokens written for a reward: set reward, or leave it out")
+            if self.reward and self.denoiser_rate:
+                raise UserError(
+                    "a reward teaches the order only, so denoiser_rate has no effect: set it to 0, or reward to false"
+                )
+            require(self.selector_rate > 0, "selector_rate is 0: no order would be learned")
         if self.continued and self.denoiser_rate == 0:
             raise UserError("continued is for denoiser_rate > 0: the rivals of a frozen order run on its own denoiser")
         require(

@@ -280,7 +280,7 @@ def test_a_sweep_can_be_restricted():
 
 PRICED = TINY_RECIPE.replace("[model.scorer]\nwidth = 8\nlayers = 1\nheads = 2\n", "").replace(
     "[order]\nbudget = 2\n",
-    '[order]\nbudget = 4\nposterior = "selector"\nprices = [0.02, 2.0]\nstart = "threshold"\n',
+    '[order]\nbudget = 4\nposterior = "selector"\nprices = [0.02, 2.0]\nleast_budget = 2\nstart = "threshold"\n',
 )
 
 

@@ -37,6 +37,7 @@ from unmask.models.order_model import weights_hash
 from unmask.tasks.puzzles.chain import Chain
 from unmask.tasks.puzzles.groups import Groups
 from unmask.tasks.puzzles.latin_square import LatinSquare
+from unmask.tasks.puzzles.waiting_lines import WaitingLines
 from unmask.variational.enumeration import TinyModel, exact_bound, exact_log_likelihood, exact_self_bound
 
 TASK = Groups(groups=2, group_size=2, symbols=3)
@@ -178,6 +179,21 @@ def test_what_a_task_may_say_of_its_held_out_examples(tmp_path, monkeypatch):
         task.on_split("fra")
     with pytest.raises(ValueError, match="task groups has no held-out split 'near'; choose from test"):
         TASK.on_split("near")
+
+
+def test_figures_of_a_whole_evaluation_stand_beside_the_metrics(tmp_path, monkeypatch):
+    """From the codes of all chunks, resumed alike."""
+    monkeypatch.setattr(evaluation, "CHUNK", 20)
+    task = WaitingLines(operations="remove-random", min_n=4, max_n=4, names=5)
+    model = StubModel(lambda row: task.log_posterior(row[None])[0].exp(), len(task.vocabulary))
+    stream = VerdictFile(tmp_path / "verdicts.jsonl")
+    record = run(model, TopProbability(), 3, task=task, verdicts=stream)
+    assert (record.score, record.distinct) == (1, None)
+    codes = [code for line in json_lines(stream.path) for code in line["answers"]]
+    counts = torch.tensor([code % 100 - 1 for code in codes]).bincount(minlength=4)
+    assert record.metrics == {"TV": pytest.approx(float((counts / 60 - 0.25).abs().sum() / 2), abs=1e-6)}
+    assert 0 < record.metrics["TV"] < 0.25
+    assert run(model, TopProbability(), 3, task=task, verdicts=VerdictFile(stream.path)) == record
 
 
 VALID = TASK.examples(torch.tensor([0]), "test").tokens[0].tolist()

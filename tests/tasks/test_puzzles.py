@@ -17,6 +17,7 @@ from unmask.tasks.puzzles.groups import Groups
 from unmask.tasks.puzzles.latin_square import LatinSquare, latin_squares
 from unmask.tasks.puzzles.parity_dag import ParityDag
 from unmask.tasks.puzzles.permutation import Permutation
+from unmask.tasks.puzzles.waiting_lines import WaitingLines
 from unmask.tasks.task import Examples
 
 DEFAULT = [make_task(name) for name, source in TASKS.items() if ".puzzles." in source]
@@ -31,6 +32,8 @@ OTHER = [
     LatinSquare(clues=15),
     ParityDag(seed=5, levels=3, width=6, parents=3),
     ParityDag(width=2, parents=2),  # one parent set for two tokens
+    WaitingLines(seed=6, operations="remove-random", min_n=16, max_n=16),
+    WaitingLines(operations="shuffle, sort", min_n=3, max_n=4, names=5),
 ]
 SMALL = [  # unconditional, and few enough sequences to list
     Groups(seed=1, groups=2, group_size=2, symbols=3),
@@ -88,6 +91,21 @@ def parity_dag_rule(task, x):
     )
 
 
+def waiting_lines_rule(task, x):
+    operation, place, name, *words = (task.vocabulary[token] for token in x)
+    line, answer = ([word for word in part if word != "."] for part in (words[: task.max_n], words[task.max_n :]))
+    if words != line + ["."] * (task.max_n - len(line)) + answer + ["."] * (task.length - task.max_n - 3 - len(answer)):
+        return False
+    if operation in ("copy", "reverse", "sort"):
+        return answer == {"copy": line, "reverse": line[::-1], "sort": sorted(line)}[operation]
+    if operation == "shuffle":
+        return sorted(answer) == sorted(line) and answer != line
+    kind, where = operation.split("-")
+    cut = {"insert": (0, [name]), "remove": (1, []), "replace": (1, [name])}[kind]
+    places = [int(place) - 1] if where == "index" else range(len(line) + (kind == "insert"))
+    return answer in [line[:i] + cut[1] + line[i + cut[0] :] for i in places]
+
+
 RULES = {
     Groups: groups_rule,
     Addition: addition_rule,
@@ -95,6 +113,7 @@ RULES = {
     Permutation: permutation_rule,
     LatinSquare: latin_square_rule,
     ParityDag: parity_dag_rule,
+    WaitingLines: waiting_lines_rule,
 }
 
 
@@ -169,6 +188,9 @@ def test_examples_stay_what_they_are():
         "permutation": "aghdcbef",
         "latin-square": "1342423131242413",
         "parity-dag": "0111011111001000",
+        "waiting-lines": "reverse..JaneJuanBorisCaraBenAmos"
+        "KateGusGretaHalHugoIanInesFinnKaiEmilGinaCarlBeaKimAnnaAsaAbelJoelIrisLarsDov....."
+        "DovLarsIrisJoelAbelAsaAnnaKimBeaCarlGinaEmilKaiFinnInesIanHugoHalGretaGusKateAmosBenCaraBorisJuanJane......",
     }
 
 

@@ -21,6 +21,7 @@ from unmask.training import loop
 from unmask.training.metrics import Metrics
 from unmask.training.objectives import DenoiseObjective, OrderObjective
 from unmask.training.run import train
+from unmask.training.self_posterior import SelfObjective
 from unmask.variational.estimators import LeaveOneOut, MovingAverage
 
 BUDGET, UPDATES = 3, 20
@@ -35,6 +36,7 @@ CASES = {
     "denoise, accumulated": {"accumulate": 2},
     "order, accumulated": {"accumulate": 2},
     "order, an odd batch": {"batch": 7},
+    "self, accumulated": {"accumulate": 2},
 }
 
 
@@ -44,6 +46,9 @@ def curve(case, folder):
     model = small_model(budget=BUDGET)
     if case.startswith("denoise"):
         objective, networks = DenoiseObjective(model.denoiser, 0), ["denoiser"]
+    elif case.startswith("self"):
+        model.scorer = None
+        objective, networks = SelfObjective(model, 2, BUDGET, 0, learn_denoiser=True), ["denoiser", "selector"]
     else:
         baseline = MovingAverage(BUDGET) if "moving" in case else LeaveOneOut()
         objective, networks = OrderObjective(model, 2, baseline, 0), ["denoiser", "selector", "scorer"]

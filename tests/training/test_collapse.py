@@ -70,6 +70,15 @@ def test_a_short_fall_is_not_a_collapse():
         assert said(guard, good(elbo=-3.0), PATIENCE // 2) == []
 
 
+def test_a_selector_that_is_its_own_posterior_is_watched_by_its_value():
+    """Its bound may fall while the value rises, because fewer steps are paid for."""
+    guard = guard_of()
+    assert said(guard, {"value": -1.0, "elbo": -0.5, "q_steps": 4.0}) == []
+    assert said(guard, {"value": -0.9, "elbo": -1.5, "q_steps": 3.0}) == []
+    [(_, why)] = said(guard, {"value": -2.0, "elbo": -0.5, "q_steps": 4.0})
+    assert "the value is" in why
+
+
 def test_a_denoiser_is_watched_by_its_bound_alone():
     guard = guard_of(budget=None)
     assert said(guard, {"loss": 0.4, "elbo": -0.4}) == []

@@ -9,7 +9,8 @@ import torch
 from tests.training.small import TINY_RECIPE, FixedTask, json_lines, padded
 from unmask.decoding.confidence import confidence, features
 from unmask.decoding.generate import generate
-from unmask.decoding.policies import Learned, OneAtATime, Threshold, parse_policy
+from unmask.decoding.policies import Learned, OneAtATime, Threshold
+from unmask.decoding.tokens import TokenChoice
 from unmask.errors import UserError
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Selector, SelectorConfig
@@ -51,7 +52,7 @@ def as_it_starts(model):
 
 
 @torch.no_grad()
-def naive(model, tokens, response, name, trajectory, budget, price, writes=False):
+def naive(model, tokens, response, name, trajectory, budget, price, writes=False, temperature=0.0):
     """One trajectory of one sequence alone: what each step gained and decided, and the tokens at the end."""
     masked, truth, rows = response.clone(), tokens, []
     tokens, rule = tokens.clone(), as_it_starts(model)
@@ -75,13 +76,20 @@ def naive(model, tokens, response, name, trajectory, budget, price, writes=False
         expected = float((model.selection.marginal(logits, masked[None])[0] * log_mu).sum()) if t > 0 else 0.0
         rows.append((float(log_mu[reveal].sum()), expected, float(decided), float(decided - ruled)))
         if writes:
-            tokens = torch.where(reveal, log_p[0].argmax(-1), tokens)
+            chosen = log_p[0].argmax(-1)
+            if temperature:
+                u = uniforms(SEED, Purpose.TOKEN, name, index, position[:-1], dtype=torch.float64)
+                chosen = TokenChoice(temperature).sample(log_p[0], u)
+            tokens = torch.where(reveal, chosen, tokens)
         masked = masked & ~reveal
     return rows, tokens
 
 
-@pytest.mark.parametrize(("writes", "start"), [(False, "iid"), (False, "threshold"), (True, "iid")])
-def test_every_trajectory_is_that_of_the_sequence_alone(writes, start):
+@pytest.mark.parametrize(
+    ("writes", "start", "temperature"),
+    [(False, "iid", 0.0), (False, "threshold", 0.0), (True, "iid", 0.0), (True, "iid", 1.0)],
+)
+def test_every_trajectory_is_that_of_the_sequence_alone(writes, start, temperature):
     """Whatever the padding; gains, decisions and tokens, with budgets and prices of their own."""
     model, budget, price = (
         model_of(start=start),
@@ -91,13 +99,15 @@ def test_every_trajectory_is_that_of_the_sequence_alone(writes, start):
     for extra in (0, 2):
         batch = examples(extra)
         checker = FixedTask(batch) if writes else None
-        objective = SelfObjective(model, K, BUDGET, SEED, checker=checker, temperature=0.0, reference_weight=0.1)
+        objective = SelfObjective(
+            model, K, BUDGET, SEED, checker=checker, temperature=temperature, reference_weight=0.1
+        )
         found = objective.orders(batch, IDS, budget, price)
         T = len(found.gain)
         for row, (sequence, where) in enumerate(zip(SEQUENCES, RESPONSES, strict=True)):
             for trajectory in range(K):
                 tokens, response = torch.tensor(sequence), torch.tensor(where)
-                words = (int(IDS[row]), trajectory, int(budget[row]), float(price[row]), writes)
+                words = (int(IDS[row]), trajectory, int(budget[row]), float(price[row]), writes, temperature)
                 steps, written = naive(model, tokens, response, *words)
                 assert int(found.holds_mask[:, row, trajectory].sum()) == len(steps)
                 real = batch.attention_mask[row]
@@ -118,7 +128,7 @@ def test_the_loss_is_that_of_the_estimator_and_reaches_the_selector_alone():
     price = torch.tensor([PRICES[0] * (PRICES[1] / PRICES[0]) ** float(x) for x in u])
     orders = objective.orders(batch, IDS, torch.full((3,), BUDGET), price)
     wanted = estimate_self(orders.gain, orders.expected, orders.log_p, orders.holds_mask, price)
-    assert outcome.loss.item() == pytest.approx(wanted.loss.mean().item(), abs=1e-6)
+    assert outcome.loss.item() == pytest.approx((wanted.loss / batch.num_response).mean().item(), abs=1e-6)
     assert float(outcome.metrics["q_steps"]) == pytest.approx(float(orders.holds_mask.sum(0).double().mean()))
     outcome.loss.backward()
     assert all(parameter.grad is None for parameter in model.denoiser.parameters())
@@ -174,7 +184,20 @@ def test_at_the_start_it_is_a_threshold():
             odds = sum(math.log(c / (1 - c)) for c in (0.995, 0.6)) / 2
             wanted = 1 / (1 + math.exp(-odds))
         assert ((s >= 0) == (top >= wanted)).all()
-    assert isinstance(parse_policy(f"threshold:{wanted:.4f}"), Threshold)
+
+
+def test_read_greedily_at_the_start_it_is_the_rule():
+    """Token by token, also where no confidence reaches the threshold."""
+    model = model_of(start="threshold")
+    start, canvas = as_it_starts(model), torch.full((40, 8), 3)
+    canvas[:, 0] = torch.arange(40) % 3
+    for price, c in zip(PRICES, (0.995, 0.6), strict=True):
+        ours, rule = (
+            generate(model.denoiser, canvas, policy=policy, max_steps=BUDGET, temperature=0.0, seed=0)
+            for policy in (Learned(start, price=price, deterministic=True), Threshold(c))
+        )
+        assert ours.reveal_step.tolist() == rule.reveal_step.tolist()
+        assert ours.tokens.tolist() == rule.tokens.tolist()
 
 
 def recipe_of(tmp_path, *overrides):
@@ -184,7 +207,13 @@ def recipe_of(tmp_path, *overrides):
 
 def test_a_run_with_it(tmp_path):
     """Trained, saved, loaded, and generating at another number of steps and at a price."""
-    options = ("order.prices=[0.1, 2.0]", "order.budget=3", "order.spread=2.0", "order.reward=true")
+    options = (
+        "order.prices=[0.1, 2.0]",
+        "order.least_budget=1",
+        "order.budget=3",
+        "order.spread=2.0",
+        "order.reward=true",
+    )
     recipe = recipe_of(tmp_path, *options, "order.reference_weight=0.1")
     train(recipe, tmp_path / "run", cpu=True)
     model = OrderModel.from_pretrained(tmp_path / "run")
@@ -216,15 +245,21 @@ def test_one_token_per_step(tmp_path, posterior):
     [
         ("order.trajectories=1", r"at least 2 with leave-one-out, got 1: raise it$"),
         ("order.teacher=threshold:0.9", "teacher has no effect with posterior = 'selector'"),
-        ("order.least_budget=9", "least_budget = 9 must be at most budget = 2"),
-        ("order.prices=[2.0, 1.0]", "prices must be two"),
+        ("order.least_budget=9 order.prices=[1.0,2.0]", "least_budget = 9 must be at most budget = 2"),
+        ("order.least_budget=2", "prices and least_budget belong together"),
+        ("order.prices=[1.0,2.0]", "prices and least_budget belong together"),
+        ("order.prices=[2.0,1.0] order.least_budget=2", "prices must be two"),
+        ("order.reward=true order.denoiser_rate=0.1", "a reward teaches the order only"),
+        ("order.temperature=0.0", "set reward, or leave it out"),
+        ("order.selector_rate=0.0", "selector_rate is 0: no order would be learned"),
+        ("order.scorer_rate=0.1", "scorer_rate has no effect"),
         ("order.start=threshold", "start = 'threshold' needs prices"),
         ("order.start=eb", "start must be iid or threshold, got 'eb'$"),
     ],
 )
 def test_what_does_not_go_together(tmp_path, override, message):
     with pytest.raises(UserError, match=message):
-        train(recipe_of(tmp_path, override), tmp_path / "run", cpu=True)
+        train(recipe_of(tmp_path, *override.split()), tmp_path / "run", cpu=True)
 
 
 def test_its_options_need_it(tmp_path):

@@ -14,7 +14,7 @@ from unmask.recipe import load_recipe, parse_teacher
 from unmask.tasks.task import Examples
 from unmask.training import teacher
 from unmask.training.reading import read_denoiser, selector_features
-from unmask.training.run import check_teacher
+from unmask.training.run import check_sharding
 from unmask.training.teacher import first_logits, reveal_steps
 
 BUDGET = 4
@@ -118,7 +118,9 @@ def test_what_is_wrong_with_a_teacher_is_said():
 def test_a_teacher_is_refused_where_weights_are_sharded():
     """Processes would make different numbers of passes, and each pass gathers the shards of all."""
     recipe = load_recipe("gsm8k-30m-order", ["init=runs/denoiser"])
-    check_teacher(recipe, DistributedType.MULTI_GPU)
+    check_sharding(recipe, DistributedType.MULTI_GPU)
     with pytest.raises(UserError, match="launch with DDP instead of FSDP"):
-        check_teacher(recipe, DistributedType.FSDP)
-    check_teacher(load_recipe("gsm8k-30m-order", ["init=runs/denoiser", "order.teacher=''"]), DistributedType.FSDP)
+        check_sharding(recipe, DistributedType.FSDP)
+    with pytest.raises(UserError, match=r"order.posterior .* launch with DDP instead of FSDP"):
+        check_sharding(load_recipe("gsm8k-30m-self", ["init=runs/denoiser"]), DistributedType.FSDP)
+    check_sharding(load_recipe("gsm8k-30m-order", ["init=runs/denoiser", "order.teacher=''"]), DistributedType.FSDP)

@@ -8,7 +8,7 @@ import torch
 from tests.variational.tiny import tiny
 from unmask.variational.enumeration import exact_log_likelihood, exact_self_bound
 from unmask.variational.selection import Bernoulli, NonEmpty, OneByOne
-from unmask.variational.self_posterior import SelfEstimate, estimate_self, many_sample_bound, returns
+from unmask.variational.self_posterior import SelfEstimate, baseline, estimate_self, many_sample_bound, returns
 
 X0 = torch.tensor([1, 0, 1])
 BUDGET, K, PRICE = 3, 2, 0.3
@@ -54,11 +54,7 @@ def averaged(model, response, estimate, reward=None):
     return weights @ found.value, weights @ found.loss
 
 
-def unscaled(*arguments):
-    return estimate_self(*arguments, scaled=False)
-
-
-def check(selection, estimate=unscaled, seed=0, response=(True, True, True), with_reward=False):
+def check(selection, estimate=estimate_self, seed=0, response=(True, True, True), with_reward=False):
     tables = tiny(selection, budget=BUDGET, seed=seed)
     model, response = tables.model, torch.tensor(response)
     reward = None
@@ -148,7 +144,7 @@ def check_reference(selection, mistake=""):
 
     def estimate(*arguments):
         tuples = torch.cartesian_prod(*[torch.arange(penalty.shape[1])] * K)
-        return estimate_self(*arguments, penalty=penalty[:, tuples], scaled=False)
+        return estimate_self(*arguments, penalty=penalty[:, tuples])
 
     value, loss = averaged(tables.model, response, estimate)
     assert abs(float((value - exact).detach())) < 1e-10
@@ -189,16 +185,28 @@ def test_the_bounds(selection):
     )
 
 
-def test_scaling_divides_by_the_root_mean_square():
-    generator = torch.Generator().manual_seed(0)
-    gain, expected, log_p = (torch.randn(4, 3, 2, generator=generator, dtype=torch.float64) for _ in range(3))
-    holds_mask, price = torch.ones(4, 3, 2, dtype=torch.bool), torch.zeros(3, dtype=torch.float64)
-    rest = log_p, holds_mask, price
-    plain = estimate_self(gain, expected, *rest, scaled=False).loss
-    once = estimate_self(gain, expected, *rest).loss + gain.sum(0).mean(-1)
-    twice = estimate_self(2 * gain, 2 * expected, *rest).loss + 2 * gain.sum(0).mean(-1)
-    assert torch.allclose(once, twice)
-    assert not torch.allclose(plain + gain.sum(0).mean(-1), once)
+def test_the_baseline_is_the_mean_of_the_others_that_count():
+    after = torch.tensor([1.0, 5.0, 9.0, 100.0])
+    counted = torch.tensor([True, True, True, False])  # the last has ended
+    assert baseline(after, counted).tolist() == [7.0, 5.0, 3.0, 5.0]
+    assert baseline(after, torch.tensor([True, False, False, False])).tolist() == [0.0, 1.0, 1.0, 1.0]
+
+
+def test_what_has_ended_counts_with_a_reward_only():
+    """Three trajectories, the last ended a step earlier; the advantage is read from the gradient of log P."""
+    log_p = torch.zeros(2, 1, 3, requires_grad=True)
+    gain = torch.tensor([[[-1.0, -3.0, 0.0]], [[-2.0, -2.0, -9.0]]])
+    holds_mask = torch.tensor([[[True, True, False]], [[True, True, True]]])
+    none, price, reward = torch.zeros_like(gain), torch.tensor([0.5]), torch.tensor([[1.0, 0.0, 1.0]])
+
+    def advantage(*last):
+        (found,) = torch.autograd.grad(estimate_self(last[0], none, log_p, holds_mask, price, *last[1:]).loss, log_p)
+        return (-3 * found).tolist()
+
+    # After the first step the three have -1 - 0.5, -3 - 0.5 and 0 to come; after the last, nothing.
+    assert advantage(gain) == [[[0.0, 0.0, 0.0]], [[0.25, -2.75, 2.5]]]
+    # With a reward: 1 - 0.5, 0 - 0.5 and 1 to come; after the last, the rewards, of all three.
+    assert advantage(none, reward) == [[[0.5, -1.0, 0.0]], [[0.25, -1.25, 1.0]]]
 
 
 def test_one_trajectory_is_refused():

@@ -313,7 +313,10 @@ def _reading(hulls: Sides, halves: Sequence[Sides], weigh: Weigh, verdicts: dict
 
 
 def _differences(hulls: Sides, weigh: Weigh, verdicts: dict[str, np.ndarray]) -> np.ndarray | None:
-    """d [S, E]: the weighted verdicts on the order's corners less those on the rules'; None where some are missing."""
+    """d [S, E]: the weighted verdicts on the order's corners less those on the rules'; None where some are missing.
+
+    The weights are those of the mean steps as measured: their noise is not in the interval, which is too narrow by it.
+    """
     rows = []
     for learned, rules in hulls:
         if not learned:

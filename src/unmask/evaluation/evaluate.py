@@ -167,13 +167,14 @@ def _evaluate_chunk(
         if marks.shape != ids.shape or marks.dtype != torch.bool:
             found = f"{str(marks.dtype).removeprefix('torch.')} {list(marks.shape)}"
             raise UserError(f"task {task.name}: {name} must be bool [{len(ids)}], one for each example, got {found}")
+    codes = sequence_codes(tokens[valid]) if task.unconditional else task.codes(tokens, truth)
     return Chunk(
         *ran,
         first=int(ids[0]),
         valid=_marks(valid),
         steps=out.num_steps.tolist(),
         metrics={name: _marks(marks) for name, marks in metrics.items()},
-        answers=sequence_codes(tokens[valid]).tolist() if task.unconditional else None,
+        answers=None if codes is None else codes.tolist(),
         reveal_step=out.reveal_step[: max(0, PICTURED - int(ids[0]))].tolist(),
         num_forwards=out.num_forwards,
         num_passes=int(out.num_passes.sum()),
@@ -199,9 +200,11 @@ def _outcome(spec: EvaluationSpec, chunks: list[Chunk], task: Task, remasks: boo
 
     num_valid, num_steps = int(verdicts.valid.sum()), int(verdicts.steps.sum())
     low, high = wilson_interval(num_valid, examples)
+    answers = [answer for chunk in chunks for answer in chunk.answers or []]
+    means = {name: sum(c.metrics[name].count("1") for c in chunks) / examples for name in chunks[0].metrics}
     distinct = distinct_low = distinct_high = None
     if task.unconditional:
-        distinct = len({answer for chunk in chunks for answer in chunk.answers or []})
+        distinct = len(set(answers))
         distinct_low, distinct_high = distinct_range(task, num_valid) if num_valid else (0, 0)
     return Outcome(
         score=num_valid / examples,
@@ -217,7 +220,7 @@ def _outcome(spec: EvaluationSpec, chunks: list[Chunk], task: Task, remasks: boo
         distinct=distinct,
         distinct_low=distinct_low,
         distinct_high=distinct_high,
-        metrics={name: sum(c.metrics[name].count("1") for c in chunks) / examples for name in chunks[0].metrics},
+        metrics=means if task.unconditional or not answers else means | task.overall(torch.tensor(answers)),
         seconds=round(sum(chunk.seconds for chunk in chunks), 3),
         device=chunks[0].device,
         compile=chunks[0].compile,

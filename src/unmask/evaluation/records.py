@@ -94,7 +94,7 @@ class Outcome:
     distinct: int | None  # different valid answers; null for tasks with a prompt
     distinct_low: int | None  # 99% range of that number for as many draws from the true distribution
     distinct_high: int | None
-    metrics: dict[str, float]  # the mean over examples of each of the task's own metrics
+    metrics: dict[str, float]  # the task's own: means over examples, and figures of the whole
     seconds: float
     device: str
     compile: bool

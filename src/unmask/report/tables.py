@@ -279,7 +279,8 @@ def curve_verdict(curve: Curve) -> str:
     seeds = f" (mean of {len(curve.seeds)} seeds)" if len(curve.seeds) > 1 else ""
     mean, where = curve.mean or curve.at[0].reading, f"at {curve.start:.2f} steps"
     gain = mean.gain or 0.0
-    side, parts = "above" if gain > 0 else "below" if gain < 0 else "equal to", ""
+    told = mean.held_out[0] if mean.held_out else gain
+    side, parts = "above" if told > 0 else "below" if told < 0 else "equal to", ""
     if curve.stop is not None:
         where = f"from {curve.start:.2f} to {curve.stop:.2f} steps"
         if curve.above and curve.above != [[round(curve.start, 6), round(curve.stop, 6)]]:

@@ -104,8 +104,20 @@ class Task(ABC):
         """Further verdicts on the same tokens, [B] bool each; records hold their means under these names."""
         return {}
 
+    def codes(self, tokens: Tensor, examples: Examples) -> Tensor | None:
+        """[B] int64: what `overall` needs to know of each answer, if anything; not asked of an unconditional task."""
+        return None
+
+    def overall(self, codes: Tensor) -> dict[str, float]:
+        """Figures of a whole evaluation that are no means over examples; they stand beside the metrics."""
+        return {}
+
     def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor | None:
         """[B] exact log p(response | prompt) in nats (-inf where impossible), or None where it is not known."""
+        return None
+
+    def log_posterior(self, tokens: Tensor) -> Tensor | None:
+        """[B, L, V] exact log p(x_n = v | what is not masked in `tokens` [B, L]) on the response, where known."""
         return None
 
     @property

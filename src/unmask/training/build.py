@@ -167,13 +167,13 @@ def _take_order(model: OrderModel, source: str) -> None:
     theirs, ours = found.config, model.config
     if theirs.selector is None or ours.selector is None:
         raise UserError(f"{where} has no order to train further: name a run that has one, or leave order.from_init out")
-    fits = {
-        "selector": dataclasses.replace(theirs.selector, budget=ours.selector.budget) == ours.selector,
-        "scorer": theirs.scorer == ours.scorer,
-    }
-    for name, fit in fits.items():
-        if not fit:
-            raise UserError(f"{where} has another {name} than [model.{name}] says: make them agree")
+    for part in dataclasses.fields(theirs.selector):
+        was, now = getattr(theirs.selector, part.name), getattr(ours.selector, part.name)
+        if part.name not in ("budget", "spread") and was != now:  # the spread is that of fresh weights
+            raise UserError(f"{where} has a selector with {part.name} = {was}, the recipe says {now}: make them agree")
+    if ours.scorer is not None and theirs.scorer != ours.scorer:
+        raise UserError(f"{where} has another scorer than [model.scorer] says: make them agree")
+    for name in ("selector", "scorer"):
         if getattr(ours, name) is not None:
             getattr(model, name).load_state_dict(getattr(found, name).state_dict())
     if theirs.teacher != ours.teacher:

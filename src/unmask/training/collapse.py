@@ -4,7 +4,8 @@ It has collapsed where, smoothed over the last updates,
     the bound has fallen:                       `DROP` nats per token below the best that it was, or, of an order,
     the posterior reveals everything at once:   E_Q[steps] < 1 + 1/20 of the way to the budget, or
     the scores are saturated:                   nearly all of them within 1/1000 of 0 or 1, where no gradient passes,
-and this has lasted for `PATIENCE` updates.  Noise of single updates is not reported.
+and this has lasted for `PATIENCE` updates.  Noise of single updates is not reported.  Of a selector that is its own
+posterior, what is watched as the bound is its value: J_lambda, or the reward less the price of the steps.
 
 With on_collapse = "restore" the guard keeps copies of the weights while they do well.  After a collapse it brings the
 best ones back, without momentum, at a smaller learning rate, which warms up again.
@@ -21,10 +22,13 @@ from torch.optim import Optimizer
 
 from unmask.training.tensors import copied, copy_into
 
-DECAY = {"elbo": 0.98, "q_steps": 0.9, "saturated": 0.9}  # of the smoothing: the bound is the noisiest
+DECAY = {"elbo": 0.98, "value": 0.98, "q_steps": 0.9, "saturated": 0.9}  # of the smoothing: the bound is the noisiest
 PATIENCE = 50  # updates
 DROP = {"order": 0.5, "denoiser": 0.25}  # nats per response token; an order's bound is the noisier one
-ADVICE = {"order": "a smaller scorer_rate, a larger kl_weight", "denoiser": "a smaller learning_rate, a longer warmup"}
+ADVICE = {
+    "order": "smaller learning rates, a larger kl_weight or lower prices",
+    "denoiser": "a smaller learning_rate, a longer warmup",
+}
 SATURATED = 0.99  # of the scores
 
 
@@ -79,7 +83,8 @@ class CollapseGuard:
                 self.smooth[key] = (1 - step) * self.smooth.get(key, 0.0) + step * recorded[key]
         self.best_bound = max(self.best_bound, self.bound)
         steps, saturated = self.smooth.get("q_steps", float("inf")), self.smooth.get("saturated", 0.0)
-        fallen = f"the bound is {self.bound:.2f} nats per token, its best was {self.best_bound:.2f}"
+        what, unit = ("value", "") if "value" in recorded else ("bound", " nats per token")
+        fallen = f"the {what} is {self.bound:.2f}{unit}, its best was {self.best_bound:.2f}"
         signs = {
             f"Q takes {steps:.2f} steps: it reveals everything at once": steps < self.fewest_steps,
             "the scores are saturated: all but 1 in 100 are 0 or 1": saturated > SATURATED,
@@ -96,7 +101,8 @@ class CollapseGuard:
     @property
     def bound(self) -> float:
         """Smoothed; minus infinity until there is something to smooth."""
-        return self.smooth["elbo"] if self.seen >= PATIENCE and "elbo" in self.smooth else float("-inf")
+        known = self.smooth.get("value", self.smooth.get("elbo"))
+        return known if self.seen >= PATIENCE and known is not None else float("-inf")
 
     @property
     def at_best(self) -> bool:

@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, br
 from unmask.errors import Stopped, UserError, require
 from unmask.models.order_model import ModelFolderError, OrderModel, OrderModelConfig, weights_hash
 from unmask.own_code import source_of
-from unmask.recipe import DenoiseRecipe, ModelRecipe, OrderRecipe, Recipe, continued, flat, not_continued
+from unmask.recipe import DenoiseRecipe, OrderRecipe, Recipe, continued, flat, not_continued
 from unmask.runtime import precision_on, process_settings
 from unmask.tasks import make_task
 from unmask.tasks.task import Task
@@ -77,7 +77,7 @@ def train(
         precision = precision_on("cpu" if cpu or not torch.accelerator.is_available() else "gpu", recipe.precision)
         stack.enter_context(process_settings(threads=recipe.threads, bf16=precision == "bf16"))
         accelerator = stack.enter_context(_accelerator(recipe, precision, out, cpu))
-        check_teacher(recipe, accelerator.distributed_type)
+        check_sharding(recipe, accelerator.distributed_type)
         # Weights, gradients and the two moments of Adam, which a GPU keeps in memory of its own.
         model = build_model(recipe, task, copies=4 if accelerator.device.type == "cpu" else 1)
         plain, changes = _continued_elsewhere(recipe, model), ""
@@ -103,10 +103,12 @@ def train(
             raise Stopped(f"{stopped}; the same command resumes there") from None
 
 
-def check_teacher(recipe: Recipe, distributed: DistributedType) -> None:
-    """A teacher runs until its own sequences are written; processes that gather shards must all run as far."""
-    if recipe.order is not None and recipe.order.teacher and distributed == DistributedType.FSDP:
-        raise UserError("order.teacher needs the whole denoiser in every process: launch with DDP instead of FSDP")
+def check_sharding(recipe: Recipe, distributed: DistributedType) -> None:
+    """What runs until its own sequences are written runs further in some processes; those that share shards cannot."""
+    order = recipe.order
+    what = "" if order is None else "teacher" if order.teacher else "posterior" if order.posterior == "selector" else ""
+    if what and distributed == DistributedType.FSDP:
+        raise UserError(f"order.{what} needs the whole denoiser in every process: launch with DDP instead of FSDP")
 
 
 class _Training:
@@ -191,7 +193,7 @@ class _Training:
         seed, shared = self.recipe.seed, {"learn_denoiser": how.denoiser_rate > 0, "compile": self.compiled}
         objective: OrderObjective | SelfObjective
         if how.posterior == "selector":
-            checker, temperature = self.task if how.reward else None, self.recipe.evaluate.temperature
+            checker, temperature = self.task if how.reward else None, how.temperature
             least = how.least_budget or how.budget
             objective = SelfObjective(
                 model, how.trajectories, least, seed, checker=checker, temperature=temperature,
@@ -249,7 +251,7 @@ class _Training:
         if self.accelerator.is_main_process:
             found = self.checkpoints.newest(stage)
             if found is not None:
-                _check_same_networks(found, stage, self.recipe.model)
+                _check_same_networks(found, stage, self.recipe)
         (chosen,) = broadcast_object_list([found.path.name if found else ""])
         return read_checkpoint(self.checkpoints.folder / chosen) if chosen and found is None else found
 
@@ -280,16 +282,22 @@ def _check_fits(folder: Path, found: OrderModel, model: OrderModel, names: Seque
             )
 
 
-def _check_same_networks(found: Checkpoint, stage: str, model: ModelRecipe) -> None:
+def _check_same_networks(found: Checkpoint, stage: str, recipe: Recipe) -> None:
     """As `_check_fits`, of a checkpoint: heads, for one, change a network and no shape."""
-    was, now = (flat(table) for table in (found.facts["recipe"]["model"], dataclasses.asdict(model)))
-    for key in now.keys() - {"label"}:
-        used = stage == "order" or not key.startswith(("selector.", "scorer."))
-        if used and was.get(key) != now[key]:
+    was, now = flat(found.facts["recipe"]), flat(dataclasses.asdict(recipe))
+    order = [f"order.{name}" for name in ("selection", "prices", "start")]
+    for key in [key for key in now if key.startswith("model.") and key != "model.label"] + order:
+        used = stage == "order" or not key.startswith(("model.selector.", "model.scorer.", "order."))
+        if used and _plain(was.get(key)) != _plain(now.get(key)):
             raise CheckpointError(
-                f"checkpoint {found.path} does not fit the recipe (model.{key} was {was.get(key)!r}): "
+                f"checkpoint {found.path} does not fit the recipe ({key} was {was.get(key)!r}): "
                 "give the recipe of the run, or --force to start over"
             )
+
+
+def _plain(value: object) -> object:
+    """As JSON has it, which knows no tuples."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 @contextmanager

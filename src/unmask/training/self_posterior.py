@@ -37,12 +37,13 @@ class Orders(NamedTuple):
 
 
 class SelfObjective(nn.Module):
-    """-J_lambda in nats per sequence (`variational.self_posterior`); with a `checker`, -(valid - lambda steps).
+    """-J_lambda in nats per token (`variational.self_posterior`); with a `checker`, -(valid - lambda steps).
 
     Every sequence has a price, log-uniform in the selector's range, and a budget: T for one half of them, for the
     others uniform in {least_budget, ..., T}.  Its k trajectories share both.
-    checker: the task that judges the tokens, which are then the denoiser's own, chosen at `temperature`.
-    reference_weight: of the KL from the rule that the selector started as; 0: none.
+    checker: the task that judges the tokens, which are then the denoiser's own, chosen at `temperature`.  All k
+    trajectories share the draws of their tokens.
+    reference_weight: of the KL from the selector's start, f = 0, which is a rule; 0: none.
 
     The selector's graph is recomputed step by step in the backward pass: only what it reads is kept.
     """
@@ -61,7 +62,9 @@ class SelfObjective(nn.Module):
         compile: bool = False,
     ) -> None:
         super().__init__()
-        self.model, self.trajectories, self.least_budget, self.seed = model, trajectories, least_budget, seed
+        assert model.selector is not None
+        self.model, self.budget, self.least_budget = model, model.selector.budget, least_budget
+        self.trajectories, self.seed = trajectories, seed
         self.checker, self.choice, self.learn_denoiser = checker, TokenChoice(temperature), learn_denoiser
         self.reference_weight = reference_weight
         self.read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _read
@@ -84,20 +87,21 @@ class SelfObjective(nn.Module):
         estimate = estimate_self(
             orders.gain, orders.expected, orders.log_p, orders.holds_mask, price, reward, penalty=penalty
         )
-        metrics = {"value": estimate.value.mean(), "q_steps": steps.mean()}
+        # The likelihood is per token, as everywhere; a reward is that of a sequence.
+        unit = to_device(examples.num_response, device) if reward is None else torch.ones_like(price)  # [B]
+        metrics = {"value": (estimate.value / unit).mean(), "q_steps": steps.mean()}
         if orders.deviation is not None:
-            metrics["reference_kl"] = orders.deviation.sum(0).mean()
+            metrics["reference_kl"] = (orders.deviation.sum(0).mean(-1) / unit).mean()
         if reward is None:
-            num_response = to_device(examples.num_response, device)
-            metrics["elbo"] = (orders.gain.detach().sum(0).mean(-1) / num_response).mean()
+            metrics["elbo"] = (orders.gain.detach().sum(0).mean(-1) / unit).mean()
         else:
             metrics["reward"] = reward.mean()
-        return Outcome(estimate.loss.mean(), metrics)
+        return Outcome((estimate.loss / unit).mean(), metrics)
 
     def _budgets(self, ids: Tensor) -> Tensor:
         """[B]."""
         assert self.model.selector is not None
-        most, least = self.model.selector.budget, self.least_budget
+        most, least = self.budget, self.least_budget
         u = uniforms(self.seed, Purpose.BUDGET, ids, dtype=torch.float64)
         return torch.where(u < 0.5, least + ((most - least + 1) * 2 * u).long(), most)
 
@@ -127,7 +131,7 @@ class SelfObjective(nn.Module):
                 there = to_device(rows, masked.device)
                 at = masked[there]
             forced = budget[there // k] == index + 1  # [R]: t = 0
-            draws = self._uniforms(Purpose.TRAJECTORY, examples, ids, there, index)
+            draws = self._uniforms(examples, ids, there, index)
             reveal = at & (forced[:, None] | selector.selection.sample(logits.detach(), at, draws))
             decided = torch.where(forced, 0.0, selector.selection.log_prob(reveal, logits, at))
             expected = (selector.selection.marginal(logits, at) * log_mu.detach()).sum(-1)
@@ -182,12 +186,12 @@ class SelfObjective(nn.Module):
         rule = model.selector.start_logits(seen, masked, t, price) if self.reference_weight else logits
         return reading.spread(log_mu), proposed, logits, rule
 
-    def _uniforms(self, purpose: Purpose, examples: Examples, ids: Tensor, there: Tensor, index: int) -> Tensor:
+    def _uniforms(self, examples: Examples, ids: Tensor, there: Tensor, index: int) -> Tensor:
         """[R, L + 1]: functions of seed, id, trajectory, step and position alone; the last is for the whole step."""
         position = torch.nn.functional.pad(examples.position, (0, 1), value=_WHOLE_STEP)
         sequence, trajectory = there // self.trajectories, there % self.trajectories
         words = ids[sequence][:, None], trajectory[:, None], index, position[sequence]
-        return uniforms(self.seed, purpose, *words, dtype=torch.float64)
+        return uniforms(self.seed, Purpose.TRAJECTORY, *words, dtype=torch.float64)
 
     def _judged(self, tokens: Tensor, examples: Examples) -> Tensor:
         """[B, k] bool."""

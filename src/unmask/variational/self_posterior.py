@@ -39,7 +39,7 @@ class SelfEstimate(NamedTuple):
     """[B] each, in nats."""
 
     value: Tensor  # unbiased estimate of J_lambda, or of reward - lambda steps; carries no gradient
-    loss: Tensor  # minimise its mean: minus an unbiased gradient, up to the scale; its value means nothing
+    loss: Tensor  # minimise its mean; its gradient is minus an unbiased one of J_lambda; its value means nothing
 
 
 def returns(gain: Tensor, holds_mask: Tensor, price: Tensor, reward: Tensor | None = None) -> Tensor:
@@ -63,14 +63,11 @@ def estimate_self(
     reward: Tensor | None = None,
     *,
     penalty: Tensor | None = None,
-    scaled: bool = True,
 ) -> SelfEstimate:
     """The estimate and its surrogate loss from g, E[g_t | x_{t+1}] and log P(r_t | x_{t+1}), [T, B, k] each.
 
     g has theta's graph, the other two have psi's; they are 0 where nothing is decided: at t = 0 and without a mask.
     penalty: w d [T, B, k], without a graph; the value is then that of J_lambda - w KL.
-    scaled: divide psi's part by the root mean square of the advantages over the batch, so that the step does not depend
-        on the unit of the gain.  The direction of the expected gradient stays the same, its length does not.
     """
     if (k := gain.shape[-1]) < 2:
         raise ValueError(f"the selector as its own posterior needs k >= 2 trajectories per sequence, got k = {k}")
@@ -80,8 +77,7 @@ def estimate_self(
     after = torch.cat([after, G[:-1]]) - penalty
     counted = holds_mask if reward is None else torch.ones_like(holds_mask)
     advantage = torch.where(holds_mask, after - baseline(after, counted), 0.0)
-    scale = (advantage.square().sum() / holds_mask.sum().clamp(min=1)).sqrt().clamp(min=1e-6) if scaled else 1.0
-    surrogate = torch.where(holds_mask, gain, 0.0) + (expected + advantage * log_p) / scale
+    surrogate = torch.where(holds_mask, gain, 0.0) + expected + advantage * log_p
     return SelfEstimate(value=G[-1].mean(-1), loss=-surrogate.sum(0).mean(-1))
 
 

@@ -1,0 +1,29 @@
+"""The exact posterior of a task in place of a network: what goes wrong is then the order's doing alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unmask.errors import UserError
+from unmask.tasks.task import Task
+
+
+class ExactDenoiser:
+    """mu^n(x) = p(x_n | what is revealed in x), a denoiser for `generate`; only for a task that knows it."""
+
+    keeps_no_tensors = True
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.mask_token_id = task, len(task.vocabulary)
+        self.hidden(task.examples(torch.arange(1), "test").tokens)  # or says that it is not known
+
+    def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """[B, L, V]: the log-probabilities themselves."""
+        log_p = self.task.log_posterior(tokens)
+        if log_p is None:
+            raise UserError(f"the exact posterior of task {self.task.name} is not known")
+        return log_p.float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
