@@ -57,7 +57,7 @@ def test_built_in_recipes_are_whole():
         recipe = load_recipe(name)
         options = {key: value for key, value in recipe.task.items() if key != "name"}
         task = make_task(recipe.task["name"], **options)
-        assert recipe.task["name"] == name.removesuffix("-self")
+        assert recipe.task["name"] == name.removesuffix("-self").removesuffix("-4x4")
         assert recipe.model is not None
         assert recipe.denoise is not None
         assert recipe.order is not None

@@ -20,7 +20,7 @@ from unmask.tasks.puzzles.permutation import Permutation
 from unmask.tasks.puzzles.waiting_lines import WaitingLines
 from unmask.tasks.task import Examples
 
-DEFAULT = [make_task(name) for name in TASKS if name not in ("gsm8k", "text")]  # which are no puzzles
+DEFAULT = [make_task(name) for name, source in TASKS.items() if ".puzzles." in source]
 OTHER = [
     Groups(seed=3, groups=3, group_size=2, symbols=26),
     Addition(seed=4, digits=2, ask="sum"),

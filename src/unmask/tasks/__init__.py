@@ -20,6 +20,7 @@ TASKS = {
     "permutation": "unmask.tasks.puzzles.permutation:Permutation",
     "latin-square": "unmask.tasks.puzzles.latin_square:LatinSquare",
     "parity-dag": "unmask.tasks.puzzles.parity_dag:ParityDag",
+    "sudoku": "unmask.tasks.sudoku.sudoku:Sudoku",
     "waiting-lines": "unmask.tasks.puzzles.waiting_lines:WaitingLines",
     "gsm8k": "unmask.tasks.gsm8k.gsm8k:GSM8K",
     "text": "unmask.tasks.text.text:Text",

@@ -1,0 +1,190 @@
+"""Sudoku with one solution."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from unmask import files
+from unmask.display import say
+from unmask.errors import UserError, require
+from unmask.progress import progress
+from unmask.tasks.cache import alone_in, cache_folder, written_whole
+from unmask.tasks.puzzles.puzzle import Puzzle, unpadded
+from unmask.tasks.sudoku.solver import Cells, dig, geometry, solve
+from unmask.tasks.task import Examples, check_choice, check_range, check_split, prompt_kept
+
+# Raise it with every change of the code after which the same options give other puzzles.
+CACHE_VERSION = 1
+CACHE_FILE = "puzzles.safetensors"
+
+_CLUES = {2: (4, 8), 3: (24, 40)}  # our choice: how many the puzzles of Kim et al. (2025) have could not be found
+_TEST_SHARE = 5  # one in so many kinds of puzzles is held out
+
+
+@dataclass(frozen=True)
+class Sudoku(Puzzle):
+    """A grid of box^2 x box^2 cells; the clues are the prompt, the blanks are written, and one answer is right.
+
+    Clues stand inside the sequence and only blanks are masked, as in Kim et al. (2025, "Train for the worst, plan for
+    the best").  As theirs, the hard split needs more than any training puzzle does.
+
+    `puzzles` base puzzles are dug out of random grids, once, and kept in a cache.  A training example is a random one
+    of them after a random symmetry (digits renamed; bands, stacks, rows and columns permuted; transposed), of which a
+    9 x 9 puzzle has 9! 6^8 2.  The splits `test` and `hard` have the base puzzles as they are:
+        hard    9 x 9: filling in what has only one place or one digit does not solve it; 4 x 4: it has only 4 clues
+        test    one in five of the others; no symmetry takes a test puzzle to a training puzzle
+    """
+
+    box: int = 3
+    puzzles: int = 8000
+    clues: int = 0  # or more, where no other can go; 0: uniform from 24 to 40 in 9 x 9, from 4 to 8 in 4 x 4
+    file: str = ""  # base puzzles of your own: one per line, 0 or . for blanks, then the solution if you like
+    held_out: str = "test"
+    cache: str = ""  # a folder for the base puzzles; "": unmask/sudoku in the user's cache
+
+    name = "sudoku"
+    held_out_splits = ("test", "hard")
+    entropy = 0.0
+    min_steps = 1
+
+    def __post_init__(self) -> None:
+        check_range(self, "box", 2, 3)
+        check_range(self, "puzzles", 1, 10_000_000)
+        check_range(self, "clues", 0, self.length - 1)
+        check_choice(self, "held_out", self.held_out_splits)
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        return tuple("123456789"[: self.box**2])
+
+    @property
+    def length(self) -> int:
+        return self.box**4
+
+    @property
+    def layout(self) -> tuple[tuple[int, ...], ...]:
+        return geometry(self.box).units[: self.box**2]  # rows
+
+    @property
+    def test_examples(self) -> int:
+        return len(self._base[self.held_out])
+
+    def examples(self, ids: Tensor, split: str) -> Examples:
+        check_split(split)
+        source = "train" if split == "train" else self.held_out
+        base = self._base[source]  # [P, L]
+        require(len(base) > 0, f"task {self.name}: no puzzle is left for {source}: set puzzles higher, or give more")
+        if split == "test":
+            signed = base[ids % len(base)]  # [B, L]
+            return unpadded(signed.abs() - 1, signed < 0)
+        box, side = self.box, self.box**2
+        counts = (1, 1, side, box, box, side, side)
+        u = self.example_uniforms(split, ids, sum(counts)).split(counts, dim=-1)
+        which, flip, names, bands, stacks, rows, columns = u  # [B, count] each
+        signed = base[(which[:, 0] * len(base)).long()]
+        rows, columns = (  # [B, side]: a permutation of the bands, and one inside each
+            (outer.argsort()[..., None] * box + inner.view(-1, box, box).argsort()).flatten(1)
+            for outer, inner in ((bands, rows), (stacks, columns))
+        )
+        cells = rows[:, :, None] * side + columns[:, None, :]  # [B, side, side]: where each cell comes from
+        cells = torch.where(flip[..., None] < 0.5, cells, cells.mT).flatten(1)
+        signed = signed.gather(1, cells)
+        return unpadded(names.argsort().gather(1, signed.abs() - 1), signed < 0)
+
+    def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
+        units = tokens[:, torch.tensor(geometry(self.box).units)]  # [B, rows + columns + boxes, side]
+        complete = (units.sort(-1).values == torch.arange(self.box**2)).all(-1).all(-1)
+        return complete & prompt_kept(tokens, examples)
+
+    @cached_property
+    def _base(self) -> dict[str, Tensor]:
+        """[P, L] int64 per split: digit + 1 where it is a clue, -(digit + 1) where the cell is blank."""
+        path = Path(self.file).expanduser()
+        try:
+            source = files.fingerprint(path) if self.file else [self.seed, self.puzzles, self.clues]
+        except OSError as error:
+            raise UserError(f"task {self.name}: {path} cannot be read ({error.strerror}): correct file") from None
+        root = cache_folder(self.cache, self.name)
+        folder = root / hashlib.sha256(json.dumps([CACHE_VERSION, self.box, source]).encode()).hexdigest()[:16]
+        found = _read(folder)
+        if found is None:
+            with alone_in(root):  # another process may have made it in the meantime
+                found = _read(folder) or self._make(folder)
+        return {split: signed.long() for split, signed in found.items()}
+
+    def _make(self, folder: Path) -> dict[str, Tensor]:
+        say(f"task {self.name}: puzzles are made once and kept in {folder.parent}", err=True)
+        rows: dict[str, list[list[int]]] = {"train": [], "test": [], "hard": []}
+        for puzzle, grid, guesses in self._read_file() if self.file else self._dug():
+            clues = sum(digit is not None for digit in puzzle)
+            hard = guesses > 0 if self.box == 3 else clues == _CLUES[2][0]
+            split = "hard" if hard else "test" if _kind(self.box, puzzle) % _TEST_SHARE == 0 else "train"
+            signs = (-1 if digit is None else 1 for digit in puzzle)
+            rows[split].append([sign * (digit + 1) for sign, digit in zip(signs, grid, strict=True)])
+        made = {split: torch.tensor(some, dtype=torch.int8).view(-1, self.length) for split, some in rows.items()}
+        with written_whole(folder, CACHE_FILE) as partial:
+            save_file(made, partial / CACHE_FILE)
+        sizes = ", ".join(f"{len(some)} {split}" for split, some in made.items())
+        say(f"task {self.name}: {sizes} base puzzles", err=True)
+        return made
+
+    def _dug(self) -> Iterator[tuple[Cells, list[int], int]]:
+        """(puzzle, solution, guesses) of every base puzzle, each a function of (seed, its number)."""
+        (low, high), side = (self.clues, self.clues) if self.clues else _CLUES[self.box], self.box**2
+        with progress("puzzles", self.puzzles, transient=True) as advance:
+            for number in range(self.puzzles):
+                u = self.structure_uniforms(number, self.length + 1, side + 1)
+                first_row = u[-1, :side].argsort().tolist()
+                grid = solve(self.box, first_row + [None] * (self.length - side), 1, u[:-1, :side].tolist()).grids[0]
+                clues = low + int(u[-1, -1] * (high - low + 1))
+                puzzle = dig(self.box, grid, u[:-1, -1].argsort().tolist(), clues)
+                yield puzzle, grid, solve(self.box, puzzle).guesses
+                advance()
+
+    def _read_file(self) -> Iterator[tuple[Cells, list[int], int]]:
+        digits, cells = f"1-{self.box**2}", self.length
+        form = re.compile(rf"([0.{digits}]{{{cells}}})(?:[\s,;]+([{digits}]{{{cells}}}))?")
+        with Path(self.file).expanduser().open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                where, read = f"task {self.name}: {self.file}, line {number}", form.fullmatch(line.strip())
+                if read is None:
+                    raise UserError(f"{where}: give {cells} cells ({digits}, 0 or . for blanks), then their solution")
+                puzzle = [None if cell in "0." else int(cell) - 1 for cell in read[1]]
+                grids, guesses = solve(self.box, puzzle)
+                require(len(grids) > 0, f"{where}: the puzzle has no solution")
+                require(len(grids) == 1, f"{where}: the puzzle has more than one solution")
+                require(None in puzzle, f"{where}: the puzzle has no blanks")
+                given = [int(digit) - 1 for digit in read[2] or ""]
+                require(given in ([], grids[0]), f"{where}: the solution is not that of the puzzle")
+                yield puzzle, grids[0], guesses
+
+
+def _kind(box: int, puzzle: Cells) -> int:
+    """A hash that no symmetry changes: of how many clues there are in each row and column, box, and of each digit."""
+    side, units, *_ = geometry(box)
+    counts = [sum(puzzle[cell] is not None for cell in unit) for unit in units]
+    lines = sorted([sorted(counts[:side]), sorted(counts[side : 2 * side])])  # transposition exchanges the two
+    facts = (lines, sorted(counts[2 * side :]), sorted(puzzle.count(digit) for digit in range(side)))
+    return zlib.crc32(repr(facts).encode())
+
+
+def _read(folder: Path) -> dict[str, Tensor] | None:
+    """What was made earlier, or None where it is not there or not whole."""
+    try:
+        files.check(folder, CACHE_FILE)
+        return load_file(folder / CACHE_FILE)
+    except Exception:  # whatever a missing or damaged file makes the library raise
+        return None
