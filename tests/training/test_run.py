@@ -343,7 +343,7 @@ def test_an_order_that_is_taught(base, tmp_path):
 
 NO_ORDER_TO_TRAIN = {
     "none": (["init={base}/frozen/denoiser"], "has no order to train further"),
-    "selector": (["init={base}/frozen", "model.selector.heads=1"], "has another selector than [model.selector] says"),
+    "selector": (["init={base}/frozen", "model.selector.heads=1"], "has a selector with heads = 2, the recipe says 1"),
     "teacher": (["init={base}/frozen", "order.teacher=factor:1"], "was taught by no rule: set order.teacher = ''"),
 }
 
@@ -357,6 +357,16 @@ def test_an_order_that_cannot_be_trained_further(base, tmp_path):
         assert not (tmp_path / "run").exists()
         with pytest.raises(UserError, match=r"set init to its run, and leave \[denoise\] out"):
             recipe(base, f"init={base / 'frozen'}", "order.from_init=true")
+
+
+def test_an_order_of_a_scorer_as_the_start_of_one_without(base, tmp_path):
+    options = [f"init={base / 'frozen'}", "order.posterior=selector", "order.from_init=true"]
+    options += ["order.updates=1", "order.selector_rate=1e-9"]
+    model = train(load_recipe(order_only(base), options), tmp_path / "run", cpu=True)
+    assert model.scorer is None
+    earlier = OrderModel.from_pretrained(base / "frozen").selector
+    for name, weight in model.selector.state_dict().items():
+        assert torch.allclose(weight, earlier.state_dict()[name], atol=1e-6)
 
 
 def test_an_earlier_denoiser_trained_further(base, tmp_path):
