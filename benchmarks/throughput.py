@@ -5,7 +5,8 @@
 
     plain, one token      a plain loop, as most samplers are written: a padded batch of fixed size, all logits
                           [B, L, V] at every step, the most probable token of the most certain position; N steps
-    plain, threshold      the same, but all positions with c_n >= c*; a batch ends when its last row is finished
+    plain, threshold      the same, but all positions with c_n >= c*, and the rest at the last of the steps that are
+                          allowed; a batch ends when its last row is finished
     engine, threshold     `Engine` with the same rule: a finished row makes room for the next problem; compiled on a GPU
     engine, learned       the same with the order of the run at a price, read greedily; left out if it has none
 
@@ -42,7 +43,8 @@ from unmask.runtime import precision_on
 from unmask.tasks.task import Examples, Task
 from unmask.training.run import load_run
 
-THRESHOLDS = [0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999]
+THRESHOLDS = [0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998]
+CAPS = [8, 12, 16]  # the most steps, beside one per token: a rule that is cut off may be as accurate in fewer
 PRICES = 12  # log-spaced in the range of the order
 
 
@@ -55,11 +57,16 @@ class Written(NamedTuple):
 Write = Callable[[Examples], Written]
 
 
+class Setting(NamedTuple):
+    value: float  # a threshold or a price
+    max_steps: int
+
+
 @torch.inference_mode()
 def plain_loop(
-    denoiser: AnyDenoiser, batch: int, threshold: float, device: torch.device, examples: Examples
+    denoiser: AnyDenoiser, batch: int, setting: Setting, device: torch.device, examples: Examples
 ) -> Written:
-    """Greedy tokens.  A threshold above 1 reveals one token per step."""
+    """Greedy tokens.  A threshold above 1 reveals one token per step; the last of `max_steps` reveals all."""
     found = []
     for rows in torch.arange(len(examples)).split(batch):
         chosen = examples.rows(rows).to(device)
@@ -74,8 +81,8 @@ def plain_loop(
             c, token = logits.float().softmax(-1).max(-1)
             c = torch.where(masked, c, -1.0)
             most = torch.zeros_like(masked).scatter(-1, c.argmax(-1, keepdim=True), True)
-            x = torch.where(masked & (most | (c >= threshold)), token, x)
             steps, passes = steps + masked.any(-1), passes + 1
+            x = torch.where(masked & (most | (c >= setting.value) | (passes == setting.max_steps)), token, x)
         found.append(Written(x.cpu(), steps.cpu(), passes * len(rows)))
     tokens, counts, evaluated = zip(*found, strict=True)
     return Written(torch.cat(tokens), torch.cat(counts), sum(evaluated))
@@ -93,8 +100,8 @@ class Way:
     """One way to write, and its settings to choose from."""
 
     name: str
-    settings: Sequence[float]  # thresholds or prices
-    make: Callable[[float, bool], Write]  # from a setting, compiled or not
+    settings: Sequence[Setting]
+    make: Callable[[Setting, bool], Write]  # from a setting, compiled or not
 
 
 def ways(
@@ -109,25 +116,28 @@ def ways(
 ) -> list[Way]:
     """denoiser: that of the rules.  own: that of the learned order, the same unless it learned along."""
 
-    def plain(threshold: float, compiled: bool) -> Write:
-        return partial(plain_loop, denoiser, batch, threshold, device)
+    def plain(setting: Setting, compiled: bool) -> Write:
+        return partial(plain_loop, denoiser, batch, setting, device)
 
-    def with_rule(
-        used: AnyDenoiser, rule: Callable[[float], Policy], steps: int, setting: float, compiled: bool
-    ) -> Write:
-        engine = Engine(used, rule(setting), steps, batch_size=batch, compile=compiled)
+    def with_rule(used: AnyDenoiser, rule: Callable[[float], Policy], setting: Setting, compiled: bool) -> Write:
+        engine = Engine(used, rule(setting.value), setting.max_steps, batch_size=batch, compile=compiled)
         return partial(engine_loop, engine, device)
 
+    caps = [*(cap for cap in CAPS if cap < max_steps), max_steps]
+    rules = [Setting(c, cap) for c in thresholds for cap in caps]
     found = [
-        Way("plain, one token", [math.inf], plain),
-        Way("plain, threshold", thresholds, plain),
-        Way("engine, threshold", thresholds, partial(with_rule, denoiser, Threshold, max_steps)),
+        Way("plain, one token", [Setting(math.inf, max_steps)], plain),
+        Way("plain, threshold", rules, plain),
+        Way("engine, threshold", rules, partial(with_rule, denoiser, Threshold)),
     ]
     if selector is not None:
         order = partial(with_rule, own, lambda price: Learned(selector, price=price, deterministic=True))
-        low, high = selector.prices or (1.0, 1.0)
-        range_of = [low * (high / low) ** (i / (PRICES - 1)) for i in range(PRICES)] if selector.prices else [0.0]
-        found.append(Way("engine, learned", prices or range_of, partial(order, selector.budget)))
+        orders = [Setting(0.0, selector.budget)]
+        if selector.prices:
+            low, high = selector.prices
+            asked = prices or [low * (high / low) ** (i / (PRICES - 1)) for i in range(PRICES)]
+            orders = [Setting(price, cap) for price in asked for cap in dict.fromkeys([*caps[:-1], selector.budget])]
+        found.append(Way("engine, learned", orders, order))
     return found
 
 
@@ -135,7 +145,7 @@ class Choice(NamedTuple):
     """A way's setting, with its share of right answers on dev."""
 
     way: Way
-    setting: float
+    setting: Setting
     accuracy: float
     enough: bool  # no less than the first way
 
@@ -148,7 +158,8 @@ def choose(way: Way, task: Task, examples: Examples, least: float) -> Choice:
         out = way.make(setting, False)(examples)
         accuracy = float(task.valid(out.tokens, examples).double().mean())
         found.append((accuracy >= least, (-out.rows if accuracy >= least else accuracy), accuracy, setting))
-        each = f"{way.name:>20} {setting:<6g} {accuracy:.4f} right in {float(out.steps.double().mean()):.2f} steps"
+        each = f"{way.name:>20} {setting.value:<6.4g} {setting.max_steps:>3} {accuracy:.4f} right in "
+        each += f"{float(out.steps.double().mean()):.2f} steps"
         print(f"dev: {each}, {out.rows} rows evaluated", flush=True)
     enough, _, accuracy, setting = max(found)
     return Choice(way, setting, accuracy, enough)
@@ -178,7 +189,8 @@ def measure(
         rows.append(
             {
                 "way": choice.way.name,
-                "setting": None if math.isinf(choice.setting) else choice.setting,
+                "setting": None if math.isinf(choice.setting.value) else choice.setting.value,
+                "max_steps": choice.setting.max_steps,
                 "accuracy": round(share, 5),
                 "mean_steps": round(float(out.steps.double().mean()), 4),
                 "rows_evaluated": out.rows,
@@ -203,7 +215,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(
             [
                 row["way"],
-                "" if row["setting"] is None else f"{row['setting']:g}",
+                "" if row["setting"] is None else f"{row['setting']:.4g}, {row['max_steps']} steps",
                 f"{100 * row['accuracy']:.2f}" + ("" if row["enough_on_dev"] else " (less on dev)"),
                 f"{row['mean_steps']:.2f}",
                 f"{row['problems_per_s']:,.1f}",

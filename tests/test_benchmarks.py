@@ -87,12 +87,15 @@ def test_the_plain_rollouts_have_the_same_loss_and_gradient(rewarded):
     torch.testing.assert_close(our_gradient, plain_gradient)
 
 
-@pytest.mark.parametrize(("threshold", "rule"), [(float("inf"), "top-prob"), (0.5, "threshold:0.5")])
-def test_the_plain_loop_writes_what_the_engine_writes(threshold, rule):
+@pytest.mark.parametrize(
+    ("threshold", "rule", "steps"),
+    [(float("inf"), "top-prob", 4), (0.5, "threshold:0.5", 4), (0.99, "threshold:0.99", 2)],
+)
+def test_the_plain_loop_writes_what_the_engine_writes(threshold, rule, steps):
     """Four masks each, so that top-prob with four steps reveals one per step."""
     denoiser = small_model().eval().denoiser
-    plain = throughput.plain_loop(denoiser, 2, threshold, CPU, EXAMPLES)
-    ours = throughput.engine_loop(Engine(denoiser, rule, 4, batch_size=2), CPU, EXAMPLES)
+    plain = throughput.plain_loop(denoiser, 2, throughput.Setting(threshold, steps), CPU, EXAMPLES)
+    ours = throughput.engine_loop(Engine(denoiser, rule, steps, batch_size=2), CPU, EXAMPLES)
     assert plain.tokens[EXAMPLES.attention_mask].tolist() == ours.tokens[EXAMPLES.attention_mask].tolist()
     assert plain.steps.tolist() == ours.steps.tolist()
     assert (plain.steps < 4).any() == (rule != "top-prob")
@@ -108,12 +111,12 @@ def test_the_setting_with_the_fewest_rows_that_is_right_often_enough():
     }
 
     def make(setting, compiled):
-        tokens, evaluated = rows[setting]
+        tokens, evaluated = rows[setting.value]
         return lambda examples: throughput.Written(tokens, torch.ones(3), evaluated)
 
-    way = throughput.Way("some", list(rows), make)
+    way = throughput.Way("some", [throughput.Setting(value, 4) for value in rows], make)
     chosen = partial(throughput.choose, way, FixedTask(EXAMPLES), EXAMPLES)
-    assert [chosen(least).setting for least in (0.0, 0.5, 0.9)] == [0.1, 0.2, 0.3]
+    assert [chosen(least).setting.value for least in (0.0, 0.5, 0.9)] == [0.1, 0.2, 0.3]
     assert chosen(0.5).enough
     assert not chosen(1.1).enough
-    assert chosen(1.1).setting == 0.3
+    assert chosen(1.1).setting.value == 0.3
