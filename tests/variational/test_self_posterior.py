@@ -193,20 +193,20 @@ def test_the_baseline_is_the_mean_of_the_others_that_count():
 
 
 def test_what_has_ended_counts_with_a_reward_only():
-    """Three trajectories, the last ended a step earlier; the advantage is read from the gradient of log P."""
-    log_p = torch.zeros(2, 1, 3, requires_grad=True)
-    gain = torch.tensor([[[-1.0, -3.0, 0.0]], [[-2.0, -2.0, -9.0]]])
-    holds_mask = torch.tensor([[[True, True, False]], [[True, True, True]]])
+    """Three trajectories, the last of one step; the advantage is read from the gradient of log P, t = 0 first."""
+    log_p = torch.zeros(3, 1, 3, requires_grad=True)
+    gain = torch.tensor([[[-1.0, -3.0, 0.0]], [[-2.0, -2.0, 0.0]], [[-1.0, -1.0, -9.0]]])
+    holds_mask = torch.tensor([[[True, True, False]], [[True, True, False]], [[True, True, True]]])
     none, price, reward = torch.zeros_like(gain), torch.tensor([0.5]), torch.tensor([[1.0, 0.0, 1.0]])
 
-    def advantage(*last):
-        (found,) = torch.autograd.grad(estimate_self(last[0], none, log_p, holds_mask, price, *last[1:]).loss, log_p)
-        return (-3 * found).tolist()
+    def advantage(gain, *reward):
+        (found,) = torch.autograd.grad(estimate_self(gain, none, log_p, holds_mask, price, *reward).loss, log_p)
+        return (-3 * found)[:, 0].tolist()
 
-    # After the first step the three have -1 - 0.5, -3 - 0.5 and 0 to come; after the last, nothing.
-    assert advantage(gain) == [[[0.0, 0.0, 0.0]], [[0.25, -2.75, 2.5]]]
-    # With a reward: 1 - 0.5, 0 - 0.5 and 1 to come; after the last, the rewards, of all three.
-    assert advantage(none, reward) == [[[0.5, -1.0, 0.0]], [[0.25, -1.25, 1.0]]]
+    # To come after t = 2: -4, -6 and 0; after t = 1: -1.5 and -3.5; after t = 0: nothing.
+    assert advantage(gain) == [[0.0, 0.0, 0.0], [2.0, -2.0, 0.0], [-1.0, -4.0, 5.0]]
+    # With the rewards 1, 0 and 1, after t = 2: 0, -1 and 1; after t = 1: 0.5, -0.5 and 1; after t = 0: the rewards.
+    assert advantage(none, reward) == [[0.5, -1.0, 0.0], [0.25, -1.25, 0.0], [0.0, -1.5, 1.5]]
 
 
 def test_one_trajectory_is_refused():
