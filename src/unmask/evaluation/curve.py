@@ -24,8 +24,8 @@ from unmask.jsonl import ResultsError, sealed, unsealed
 
 # --- what is evaluated ------------------------------------------------------------------------------------------------
 
-# A strict rule that is cut off after few steps is far better there than a lax one that ends by itself (30M, GSM8K, 2.5
-# steps: threshold:0.95 with max_steps = 3 has 67.8%, a lower threshold 53%).  So max_steps, the cap, is swept too.
+# A strict rule that is cut off after few steps is better there than a lax one that ends by itself, so max_steps, the
+# cap, is swept too.
 CAPS = (2, 3, 4, 5, 6, 8, 16, 32)
 AT_EVERY_CAP = (
     *("threshold:0.9", "threshold:0.95", "threshold:0.99", "threshold(0.9,paced)", "threshold(0.98,paced)"),

@@ -72,7 +72,7 @@ def shift_right(hidden: Tensor, layout: Layout) -> Tensor:
 class SelectorConfig:
     """A narrow transformer on the denoiser's hidden states, trained for a budget of T steps.
 
-    `prices`: it reads the price of a step, and was trained for this range of it and for any budget up to T.
+    `prices`: it reads the price of a step, was trained for this range of it, and with budgets drawn up to T.
     `start`: the rule that it is before it has learned anything (`Selector`).
 
     `positions` > 0 gives it learned absolute positions of its own, up to that length: on a canvas that is all mask, the
