@@ -249,7 +249,7 @@ def test_the_default_sweep():
     """At most 120 points for an order of ten steps, prices within their range, the cap part of the sweep for all."""
     selector = SimpleNamespace(budget=10, prices=(0.0123456, 2.0))
     plan = sweep(selector, [], [], 72)
-    assert len(plan) == len(planned(selector, [], [], 72)) == 120
+    assert len(plan) == len(planned(selector, [], [], 72)) == 122
     learned = [(rule, cap) for rule, cap in plan if family(rule.name) == "learned"]
     assert {cap for _, cap in learned} == {2, 3, 4, 5, 6, 8, 10}
     prices = sorted(rule.price for rule, cap in learned if cap == 10)
@@ -303,7 +303,7 @@ def test_the_command_draws_a_curve_and_repeats_nothing(trained, call, tmp_path):
     curve = read_curve(run / "curve.json")
     records = read_run(run)
     assert {point.key for point in curve.points} == {record.key for record in records}
-    assert len(records) == 8 + 4 + 5 * 2 + 3
+    assert len(records) == 8 + 4 + 5 * 2 + 5
     assert compared_curves(records) == [curve], "from the records alone"
     assert (run / "curve.svg").read_text().startswith("<svg")
     assert json.loads((run / "curve.json").read_text())["crc"]

@@ -32,7 +32,7 @@ AT_EVERY_CAP = (
     *("factor:0.5", "eb:0.03", "klass(0.9,0.01,1)", "top-prob", "margin"),
 )
 AT_THE_LARGEST = (
-    *("threshold:0.7", "threshold:0.98", "threshold:0.995"),
+    *("threshold:0.5", "threshold:0.7", "threshold:0.8", "threshold:0.98", "threshold:0.995"),
     *("factor:1", "eb:0.01", "eb:0.1", "klass(0.9,0.01,2)"),
 )
 PRICES = 8
