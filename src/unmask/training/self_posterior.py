@@ -6,7 +6,6 @@ Legend: B sequences, k trajectories of each, L positions, T the largest budget, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from unmask.rng import Purpose, uniforms
 from unmask.tasks.task import Examples, Task, to_device
 from unmask.training.objectives import Outcome
 from unmask.training.reading import log_likelihood, read_denoiser, selector_features, with_layout
+from unmask.variational.selection import Selection
 from unmask.variational.self_posterior import estimate_self
 
 _WHOLE_STEP = 2**31  # the position that names the one draw of a whole step
@@ -48,6 +48,8 @@ class SelfObjective(nn.Module):
     The selector's graph is recomputed step by step in the backward pass: only what it reads is kept.
     """
 
+    seed_word: Tensor
+
     def __init__(
         self,
         model: OrderModel,
@@ -67,9 +69,9 @@ class SelfObjective(nn.Module):
         self.trajectories, self.seed = trajectories, seed
         self.checker, self.choice, self.learn_denoiser = checker, TokenChoice(temperature), learn_denoiser
         self.reference_weight = reference_weight
-        self.read: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _read
-        if compile:
-            self.read = torch.compile(_read, dynamic=True)
+        self.register_buffer("seed_word", torch.tensor(seed), persistent=False)
+        self.read = torch.compile(_read, dynamic=True) if compile else _read
+        self.decide = torch.compile(_decide, dynamic=True) if compile else _decide
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
         """examples [B]; ids [B], which name their draws; u [B] stratified uniforms, which choose the prices."""
@@ -130,12 +132,10 @@ class SelfObjective(nn.Module):
                 log_mu, proposed, logits, rule = (part.repeat_interleave(k, 0) for part in first)
                 there = to_device(rows, masked.device)
                 at = masked[there]
-            forced = budget[there // k] == index + 1  # [R]: t = 0
-            draws = self._uniforms(examples, ids, there, index)
-            reveal = at & (forced[:, None] | selector.selection.sample(logits.detach(), at, draws))
-            decided = torch.where(forced, 0.0, selector.selection.log_prob(reveal, logits, at))
-            expected = (selector.selection.marginal(logits, at) * log_mu.detach()).sum(-1)
-            gained, expected = torch.where(reveal, log_mu, 0.0).sum(-1), torch.where(forced, 0.0, expected)
+            sequence, forced = there // k, budget[there // k] == index + 1  # [R]; forced: t = 0
+            words = torch.stack([ids[sequence], there % k, torch.full_like(there, index)])  # [3, R]
+            draws = self.seed_word, words, examples.position[sequence]
+            reveal, gained, expected, decided = self.decide(selector.selection, logits, log_mu, at, forced, *draws)
             parts = [gained, expected, decided, at.any(-1)]
             if self.reference_weight:
                 ruled = selector.selection.log_prob(reveal, rule, at)
@@ -186,13 +186,6 @@ class SelfObjective(nn.Module):
         rule = model.selector.start_logits(seen, masked, t, price) if self.reference_weight else logits
         return reading.spread(log_mu), proposed, logits, rule
 
-    def _uniforms(self, examples: Examples, ids: Tensor, there: Tensor, index: int) -> Tensor:
-        """[R, L + 1]: functions of seed, id, trajectory, step and position alone; the last is for the whole step."""
-        position = torch.nn.functional.pad(examples.position, (0, 1), value=_WHOLE_STEP)
-        sequence, trajectory = there // self.trajectories, there % self.trajectories
-        words = ids[sequence][:, None], trajectory[:, None], index, position[sequence]
-        return uniforms(self.seed, Purpose.TRAJECTORY, *words, dtype=torch.float64)
-
     def _judged(self, tokens: Tensor, examples: Examples) -> Tensor:
         """[B, k] bool."""
         assert self.checker is not None
@@ -203,3 +196,27 @@ class SelfObjective(nn.Module):
 def _read(logits: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
     """log mu of the true tokens [M], and what the selector reads of the logits [M, V]: [M, 3]."""
     return log_likelihood(logits, truth), selector_features(logits.detach())
+
+
+def _decide(
+    selection: Selection,
+    logits: Tensor,
+    log_mu: Tensor,
+    masked: Tensor,
+    forced: Tensor,
+    seed: Tensor,
+    words: Tensor,
+    position: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """r_t [R, L], and of it g_t, E[g_t | x_{t+1}] and log P(r_t | x_{t+1}) [R], from the selector's logits [R, L].
+
+    Where a row is `forced` it reveals all, and nothing is decided.  The draws are functions of the seed [], the words
+    (id, trajectory, step) of the row [3, R] and the position [R, L] alone; the last is for the whole step.
+    """
+    position = torch.nn.functional.pad(position, (0, 1), value=_WHOLE_STEP)
+    draws = uniforms(seed, Purpose.TRAJECTORY, *words[..., None], position, dtype=torch.float64)  # [R, L + 1]
+    reveal = masked & (forced[:, None] | selection.sample(logits.detach(), masked, draws))
+    gained = torch.where(reveal, log_mu, 0.0).sum(-1)
+    expected = (selection.marginal(logits, masked) * log_mu.detach()).sum(-1)
+    decided = selection.log_prob(reveal, logits, masked)
+    return reveal, gained, torch.where(forced, 0.0, expected), torch.where(forced, 0.0, decided)
