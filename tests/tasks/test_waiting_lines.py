@@ -13,7 +13,7 @@ from unmask.decoding.policies.rule import Decision, Policy
 from unmask.errors import UserError
 from unmask.tasks.diversity import total_variation
 from unmask.tasks.exact import ExactDenoiser
-from unmask.tasks.puzzles.chain import Chain
+from unmask.tasks.puzzles.groups import Groups
 from unmask.tasks.puzzles.waiting_lines import NAMES, OPERATIONS, WaitingLines
 from unmask.tasks.task import Examples
 
@@ -152,7 +152,7 @@ def test_errors_are_one_line():
         with pytest.raises(UserError, match=r"\A[^\n]+\Z") as error:
             WaitingLines(**options)
         assert said in str(error.value)
-    for task in (WaitingLines(), Chain()):
+    for task in (WaitingLines(), Groups()):
         with pytest.raises(UserError, match=r"\A[^\n]*exact posterior of [^\n]* is not known\Z"):
             ExactDenoiser(task)
 
