@@ -37,7 +37,7 @@ from unmask.runtime import Processes, precision_on
 from unmask.tasks import make_task
 from unmask.tasks.exact import EXACT, ExactDenoiser
 from unmask.tasks.task import Task
-from unmask.training.build import check_vocabulary
+from unmask.training.build import check_context, check_vocabulary
 from unmask.training.run import load_run, load_task
 from unmask.training.run_folder import prepare, read_recipe, store_recipe
 
@@ -89,6 +89,7 @@ def evaluate(
         if task is None:
             raise UserError("a model is evaluated on a task: give one, such as unmask.make_task('groups')")
         model = plain = run_or_model
+        check_context(model, task, "give a model with a longer one")
         check_vocabulary(model, task, "the model")
         task = task.on_split(split) if split else task
         shape = model.config.denoiser
