@@ -163,7 +163,7 @@ def test_whole_statements_are_read_up_to_their_end(task):
     examples = task.examples(torch.arange(7), "test")
     assert task.valid(tokens, examples).tolist() == [True, True, False, True, True, False, False]
     assert task.metrics(tokens, examples)["novel"].tolist() == [True, True, False, False, True, False, False]
-    assert task.overall(task.codes(tokens, examples)) == {"distinct": 3 / 4}
+    assert task.overall(task.codes(tokens, examples)) == {"unique": 3 / 4}
     assert task.overall(task.codes(tokens[2:3], examples)) == {}
 
 

@@ -47,7 +47,7 @@ class Statements(Task):
 
     Every statement is there once, and its hash under `seed` says which split it is in.  Strings and numbers alone are
     no statements here: docstrings would be many.  Beside validity, `novel` is the share of samples that are valid and
-    not in the training split, `distinct` the share of the valid ones that differ from each other.
+    not in the training split, `unique` the share of the valid ones that differ from each other.
     """
 
     form: str = "whole"  # or infill
@@ -117,7 +117,7 @@ class Statements(Task):
 
     def overall(self, codes: Tensor) -> dict[str, float]:
         valid = codes[codes != 0]
-        return {"distinct": len(valid.unique()) / len(valid)} if len(valid) else {}
+        return {"unique": len(valid.unique()) / len(valid)} if len(valid) else {}
 
     @cached_property
     def _trained(self) -> Tensor:
