@@ -787,6 +787,70 @@ def test_a_label_is_what_records_call_the_model(base, call, tmp_path):
     assert {record.spec.model for record in read_records(out / "results.jsonl")} == {"tiny"}
 
 
+@pytest.fixture
+def chain(tmp_path):
+    """The tiny recipe for a puzzle whose exact posterior is known."""
+    options = 'name = "chain"\nlength = 5\nsymbols = 3'
+    path = tmp_path / "chain.toml"
+    path.write_text(TINY_RECIPE.replace('name = "groups"\ngroups = 2\ngroup_size = 2\nsymbols = 3', options))
+    return path
+
+
+def test_the_exact_denoiser_of_a_run_has_its_own_records(chain, call, refused, tmp_path):
+    run = tmp_path / "run"
+    call("train", chain, "--out", run)
+    call("evaluate", run)
+    before = contents(run)
+    one_by_one = ["--policy", "left-to-right", "--steps", "5", "--examples", "200"]
+    code, text, err = call("evaluate", run, "--exact-denoiser", *one_by_one)
+    assert code == 0, err
+    assert "Every rule runs on the exact posterior of the task" in " ".join(text.split())
+    (record,) = read_run(run / "exact")
+    spec, outcome = record.spec, record.outcome
+    assert (spec.model, spec.denoiser, spec.learned) == ("exact", "exact", False)
+    assert outcome.score == 1, "one token per step makes no mistake"
+    assert outcome.diverse
+    assert {name: text for name, text in contents(run).items() if not name.startswith("exact/")} == before
+
+    for command in (["--exact-denoiser"], []):  # the folder itself is evaluated and reported as a run is
+        assert call("evaluate", run / "exact", *command, *one_by_one)[0] == 0
+    assert len(read_run(run / "exact")) == 1
+    code, _, err = call("evaluate", run, "--exact-denoiser", "--curve", "--policy", "threshold", "--examples", "20")
+    assert code == 0, err
+    assert (run / "exact" / "curve.json").exists()
+    assert call("report", run / "exact")[0] == 0
+    for options in ([], ["--curve"]):
+        said = refused("evaluate", run, "--exact-denoiser", "--policy", "learned", *options)
+        assert "learned reads the hidden states of the denoiser that it was learned on" in said
+    code, _, err = call("train", chain, "--out", run, "--force")
+    assert code == 0, err
+    assert not (run / "exact").exists(), "it goes with its run"
+
+
+def test_the_exact_denoiser_of_a_recipe(base, chain, call, refused, tmp_path):
+    out = tmp_path / "exact"
+    exact = ["evaluate", chain, "--exact-denoiser", "--out", out]
+    unknown = refused("evaluate", base / "tiny.toml", "--exact-denoiser", "--out", out)
+    assert "the exact posterior of task groups is not known" in unknown
+    assert not out.exists()
+    code, _, err = call(*exact)
+    assert code == 0, err
+    assert {(r.spec.policy, r.spec.budget) for r in read_run(out)} == {
+        (rule, budget) for rule in ("iid", "top-prob") for budget in (2, 4)
+    }
+    for arguments, said in (
+        ([*exact, "--set", "task.seed=1"], "holds a run, or the exact denoiser of another recipe"),
+        ([*exact[:-1], base / "frozen"], "already holds a finished run"),
+        (exact[:-2], "needs --out"),
+        (["evaluate", out, "--exact-denoiser", "--set", "task.seed=1"], "--set is for a recipe"),
+        (["evaluate", out, "--bf16"], "leave out --compile, --bf16 and --guidance"),
+        (["evaluate", out, "--exact-denoiser", "--bound"], "--bf16 or --exact-denoiser"),
+        (["evaluate", base / "frozen", "--out", out], "--out and --set are for --exact-denoiser"),
+        (["evaluate", base / "frozen", "--exact-denoiser"], "the exact posterior of task groups is not known"),
+    ):
+        assert said in refused(*arguments)
+
+
 def test_without_verdicts_there_is_no_interval(call, run):
     """As for records that were published without them: they are shown, and compared."""
     (run / "verdicts.jsonl").unlink()

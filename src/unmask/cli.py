@@ -234,7 +234,9 @@ def _smaller_batches(recipe: Recipe, out: Path) -> str:
 
 @app.command()
 def evaluate(
-    run: Run,
+    run: Annotated[
+        Path, Argument(help="Folder of a finished run; with --exact-denoiser also a recipe.", show_default=False)
+    ],
     policy: Annotated[
         list[str] | None,
         Option(
@@ -266,6 +268,18 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
+    exact_denoiser: Annotated[
+        bool,
+        Option(
+            "--exact-denoiser",
+            help="The exact posterior of the task in place of the network, so that the error of the rule is seen "
+            "alone; with its own records, in RUN/exact.",
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None, Option(help="With --exact-denoiser: the folder for its records.", show_default="RUN/exact")
+    ] = None,
+    set_: Overrides = None,
     split: Split = None,
     examples: Annotated[
         int | None, Option(min=1, max=MOST_EXAMPLES, help="Held-out examples.", show_default="the recipe's")
@@ -311,6 +325,12 @@ def evaluate(
     Every verdict is kept in RUN/verdicts.jsonl as it is made: after a crash the same call resumes where it stopped.
     """
     options: dict[str, Any] = {"examples": examples, "seed": seed, "split": split, "trust_task": trust_task, "cpu": cpu}
+    if exact_denoiser and not bound:
+        from unmask.evaluation.plan import exact_folder
+
+        run = exact_folder(run, out, set_ or [], trust_task)
+    elif out is not None or set_:
+        raise UserError("--out and --set are for --exact-denoiser: a run has its own folder and recipe")
     if not bound:
         if samples is not None or price is not None:
             raise UserError("--samples and --price are for --bound; a rule has its own: --policy 'learned(price=0.1)'")
@@ -320,10 +340,10 @@ def evaluate(
         show(run, policies=policy or [], steps=steps or [], against=against or [], again=again, **options)
         return
     chooses_tokens = (temperature, top_p, top_k, guidance, min_length, stop_at_eos) != (None, 1.0, 0, 0.0, 0, False)
-    if policy or steps or against or curve or again or compile or bf16 or chooses_tokens:
+    if policy or steps or against or curve or again or compile or bf16 or chooses_tokens or exact_denoiser:
         raise UserError(
-            "--bound takes no --policy, --steps, --against, --curve, --again, --compile or --bf16, and nothing that "
-            "chooses tokens, such as --temperature: it is a number of the trained model"
+            "--bound takes no --policy, --steps, --against, --curve, --again, --compile, --bf16 or --exact-denoiser, "
+            "and nothing that chooses tokens, such as --temperature: it is a number of the trained model"
         )
     if _is_main():  # a matter of seconds, and a sum whose rounding would depend on how it is divided
         _evaluate_bound(run, samples=samples or 8, price=price or 0.0, **options)

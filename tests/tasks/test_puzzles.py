@@ -284,6 +284,31 @@ def test_chain_is_sparse_and_reaches_everything():
     assert [Chain(length=n).min_steps for n in (1, 2, 3, 4, 7, 8, 15, 16)] == [1, 2, 2, 3, 3, 4, 4, 5]
 
 
+@every([Chain(seed=1, length=4, symbols=4, branching=2), Chain(seed=2, length=5, symbols=3), Chain(length=1)])
+def test_the_posterior_of_a_chain_is_that_of_all_sequences(task):
+    """Against a plain sum over every sequence, for every set of masks and every sequence that is possible."""
+    (tokens, examples), mask = all_sequences(task), task.symbols
+    p = task.log_likelihood(tokens, examples).exp()
+    possible = tokens[p > 0]
+    for masked in itertools.product([False, True], repeat=task.length):
+        state = torch.where(torch.tensor(masked), mask, possible)  # [S, L]
+        agrees = p * ((tokens == state[:, None]) | (state[:, None] == mask)).all(-1)  # [S, A]
+        at = torch.nn.functional.one_hot(tokens, task.symbols).double()  # [A, L, V]
+        expected = torch.einsum("sa,alv->slv", agrees / agrees.sum(-1, keepdim=True), at)
+        assert (task.log_posterior(state).exp() - expected).abs().max() < 1e-10
+
+
+def test_the_posterior_of_a_chain_is_finite_where_nothing_agrees():
+    task = Chain(seed=1, length=4, symbols=4, branching=2)
+    P = task._transitions
+    a, b = (P == 0).nonzero()[0].tolist()
+    p = task.log_posterior(torch.tensor([[a, b, 4, 4]])).exp()[0]
+    assert torch.equal(p.argmax(-1)[:2], torch.tensor([a, b]))
+    assert torch.allclose(p[2], P[b])
+    a, b = (P @ P == 0).nonzero()[0].tolist()  # no path of two steps: what follows from the left
+    assert torch.allclose(task.log_posterior(torch.tensor([[4, a, 4, b]])).exp()[0, 2], P[a])
+
+
 def test_latin_squares_are_all_listed():
     squares = latin_squares()
     assert squares.shape == (576, 16)

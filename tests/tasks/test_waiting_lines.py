@@ -11,11 +11,15 @@ import torch
 from unmask.decoding.generate import generate
 from unmask.decoding.policies.rule import Decision, Policy
 from unmask.errors import UserError
+from unmask.evaluation.plan import evaluate
+from unmask.recipe import load_recipe
+from unmask.tasks import make_task
 from unmask.tasks.diversity import total_variation
 from unmask.tasks.exact import ExactDenoiser
-from unmask.tasks.puzzles.chain import Chain
+from unmask.tasks.puzzles.groups import Groups
 from unmask.tasks.puzzles.waiting_lines import NAMES, OPERATIONS, WaitingLines
 from unmask.tasks.task import Examples
+from unmask.training.build import build_model
 
 SMALL = {operation: WaitingLines(operations=operation, min_n=3, max_n=3, names=5) for operation in OPERATIONS}
 SIXTEEN = WaitingLines(operations="remove-random", min_n=16, max_n=16)
@@ -152,9 +156,28 @@ def test_errors_are_one_line():
         with pytest.raises(UserError, match=r"\A[^\n]+\Z") as error:
             WaitingLines(**options)
         assert said in str(error.value)
-    for task in (WaitingLines(), Chain()):
+    for task in (WaitingLines(), Groups()):
         with pytest.raises(UserError, match=r"\A[^\n]*exact posterior of [^\n]* is not known\Z"):
             ExactDenoiser(task)
+
+
+def test_longer_lines_than_a_model_has_room_for(tmp_path):
+    """Said before anything else that does not fit: longer lines also have more places, and so more tokens."""
+    small = ["model.width=16", "model.layers=1", "model.intermediate=16", "task.max_n=8", "task.min_n=8"]
+    recipe = load_recipe("waiting-lines-self", small)
+    model = build_model(recipe, make_task(**recipe.task), copies=1)
+    model.save_pretrained(tmp_path / "run")
+    longer = load_recipe("waiting-lines-self", [*small, f"init={tmp_path / 'run'}", "task.max_n=12"])
+    short = load_recipe("waiting-lines-self", [*small, "model.max_length=9"])
+    task = make_task(**longer.task)
+    for refused, said in (
+        (lambda: build_model(longer, task, copies=1), "26 tokens, longer than the model's context of 18: start from"),
+        (lambda: build_model(short, make_task(**short.task), copies=1), "context of 9: raise model.max_length"),
+        (lambda: evaluate(model, task), "26 tokens, longer than the model's context of 18: give a model"),
+    ):
+        with pytest.raises(UserError, match=r"\A[^\n]+\Z") as error:
+            refused()
+        assert said in str(error.value)
 
 
 # ---- the exact posterior

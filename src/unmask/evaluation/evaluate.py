@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import unmask
+from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import NetworkPolicy, Policy
 from unmask.decoding.tokens import TokenChoice
@@ -24,6 +25,7 @@ from unmask.models.networks import Denoiser, Selector
 from unmask.models.order_model import OrderModel, weights_hash
 from unmask.runtime import Processes, process_settings
 from unmask.tasks.diversity import distinct_range, sequence_codes
+from unmask.tasks.exact import EXACT, ExactDenoiser
 from unmask.tasks.task import Examples, Task
 
 BATCH = 250  # sequences per pass
@@ -34,11 +36,19 @@ Advance = Callable[[int], None]  # called with the number of sequences that are 
 
 
 @dataclass(frozen=True)
+class ExactModel:
+    """The exact posterior in the place of a model: there is no network, and no order that could read its states."""
+
+    denoiser: ExactDenoiser
+    selector: None = None
+
+
+@dataclass(frozen=True)
 class Setup:
     """What the evaluations of several policies have in common."""
 
-    model: OrderModel  # its selector decides the learned rules, on its denoiser
-    plain: OrderModel  # its denoiser is that of the heuristics
+    model: OrderModel | ExactModel  # its selector decides the learned rules, on its denoiser
+    plain: OrderModel | ExactModel  # its denoiser is that of the heuristics
     task: Task
     label: str  # what records call the model
     num_examples: int
@@ -48,7 +58,7 @@ class Setup:
     precision: str = "no"  # "bf16" runs the denoiser's trunk under autocast; scores stay float32
     compile: bool = False
 
-    def denoiser_of(self, policy: Policy) -> Denoiser:
+    def denoiser_of(self, policy: Policy) -> Denoiser | ExactDenoiser:
         return (self.model if isinstance(policy, NetworkPolicy) else self.plain).denoiser
 
     def spec(self, policy: Policy, budget: int) -> EvaluationSpec:
@@ -72,10 +82,19 @@ class Setup:
             trained_seed=self.trained_seed if learned else None,
             selector=selector.selection.name if isinstance(selector, Selector) else None,
             selector_weights=weights_hash(selector) if isinstance(selector, nn.Module) else None,
-            denoiser=weights_hash(self.denoiser_of(policy)),
-            plain_denoiser=weights_hash(self.plain.denoiser) if learned else None,
+            denoiser=fingerprint(self.denoiser_of(policy)),
+            plain_denoiser=fingerprint(self.plain.denoiser) if learned else None,
             examples=_examples_hash(self.task.examples(torch.arange(min(self.num_examples, PICTURED)), "test")),
         )
+
+
+def fingerprint(denoiser: Denoiser | ExactDenoiser) -> str:
+    """What records call a denoiser: by its weights, if it has any."""
+    return EXACT if isinstance(denoiser, ExactDenoiser) else weights_hash(denoiser)
+
+
+def device_of(denoiser: Denoiser | ExactDenoiser) -> torch.device:
+    return torch.device("cpu") if isinstance(denoiser, ExactDenoiser) else next(denoiser.parameters()).device
 
 
 def response_sizes(task: Task, examples: int) -> Tensor:
@@ -102,14 +121,15 @@ def evaluate_policy(
     check_examples(task, examples)
     policy.check(budget, response_sizes(task, examples))
     spec, denoiser = setup.spec(policy, budget), setup.denoiser_of(policy)
-    device = next(denoiser.parameters()).device
+    device = device_of(denoiser)
     ran = (spec.key, device_name(device), setup.compile)
     chunks = verdicts.chunks(*ran) if verdicts is not None and not again else []
     done = sum(len(chunk.valid) for chunk in chunks)
     if done:
         advance(done)
     half = setup.precision == "bf16"
-    used, batch_size = HalfTrunk(denoiser) if half else denoiser, min(BATCH, examples)
+    used: AnyDenoiser = HalfTrunk(denoiser) if half else denoiser
+    batch_size = min(BATCH, examples)
     engine = Engine(used, policy, budget, setup.choice, batch_size=batch_size, compile=setup.compile)
     for first in range(done, examples, CHUNK):
         ids = torch.arange(first, min(first + CHUNK, examples))
@@ -141,7 +161,7 @@ class HalfTrunk:
 
     keeps_no_tensors = True
 
-    def __init__(self, denoiser: Denoiser) -> None:
+    def __init__(self, denoiser: AnyDenoiser) -> None:
         self.denoiser, self.mask_token_id = denoiser, denoiser.mask_token_id
 
     def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:

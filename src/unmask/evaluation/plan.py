@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies import NetworkPolicy, Policy, parse_policy
+from unmask.decoding.policies import NetworkPolicy, Policy, SelectorNetwork, parse_policy
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
 from unmask.errors import UserError, require
 from unmask.evaluation.compare import next_budget
 from unmask.evaluation.curve import compared_curves, sweep, write_curve
-from unmask.evaluation.evaluate import Setup, check_examples, evaluate_policy, response_sizes
+from unmask.evaluation.evaluate import (
+    ExactModel,
+    Setup,
+    check_examples,
+    device_of,
+    evaluate_policy,
+    fingerprint,
+    response_sizes,
+)
 from unmask.evaluation.records import Record, append_records, read_records, read_run
 from unmask.evaluation.verdicts import VerdictFile
 from unmask.files import refuse_link
-from unmask.models.order_model import OrderModel, weights_hash
+from unmask.models.order_model import OrderModel
 from unmask.progress import progress
-from unmask.recipe import MOST_STEPS, EvaluateRecipe, Recipe
+from unmask.recipe import MOST_STEPS, EvaluateRecipe, Recipe, differences, load_recipe
 from unmask.runtime import Processes, precision_on
+from unmask.tasks import make_task
+from unmask.tasks.exact import EXACT, ExactDenoiser
 from unmask.tasks.task import Task
-from unmask.training.build import check_vocabulary
-from unmask.training.run import load_run
+from unmask.training.build import check_context, check_vocabulary
+from unmask.training.run import load_run, load_task
+from unmask.training.run_folder import prepare, read_recipe, store_recipe
 
 Plan = list[tuple[Policy, int]]  # policies and budgets
 
@@ -59,6 +73,7 @@ def evaluate(
     budgets that a comparison with the learned order at equal steps needs; and always at those that one with the orders
     of the runs `against` needs, whose records are returned too.  The records and verdicts of a run are kept in its
     folder: what has been evaluated is not evaluated again, unless `again`.  The options are those of `unmask evaluate`.
+    A folder that `exact_folder` made is a run too: its rules run on the exact posterior of the task.
 
     curve: the learned order at many prices and every rule at many settings instead, or those of the families (learned,
     threshold) and rules in `policies`, each with `steps` as the most steps.  RUN/curve.json is what `compared_curves`
@@ -68,10 +83,13 @@ def evaluate(
     policies = [policies] if isinstance(policies, str | Policy) else policies
     steps = [steps] if isinstance(steps, int) else steps
     recipe, folder = None, None
+    model: OrderModel | ExactModel
+    plain: OrderModel | ExactModel
     if isinstance(run_or_model, OrderModel):
         if task is None:
             raise UserError("a model is evaluated on a task: give one, such as unmask.make_task('groups')")
         model = plain = run_or_model
+        check_context(model, task, "give a model with a longer one")
         check_vocabulary(model, task, "the model")
         task = task.on_split(split) if split else task
         shape = model.config.denoiser
@@ -80,9 +98,17 @@ def evaluate(
         if task is not None:
             raise UserError("a run has its own task: leave out `task`, or give a model instead of the run's folder")
         folder = Path(run_or_model)
-        model, plain, task, recipe = open_run(folder, processes.device, split, trust_task)
+        if _is_exact(folder):
+            recipe, task = load_task(folder, trust_task)
+            task = task.on_split(split) if split else task
+            model = plain = ExactModel(ExactDenoiser(task))
+            no_network = "the exact denoiser is no network: leave out --compile, --bf16 and --guidance"
+            require(not (compile or bf16 or guidance), no_network)
+            _refuse_networks(policies)
+        else:
+            model, plain, task, recipe = open_run(folder, processes.device, split, trust_task)
         label, defaults = model_label(recipe), recipe.evaluate
-    precision = precision_on(next(model.parameters()).device.type, "bf16" if bf16 else "no")
+    precision = precision_on(device_of(model.denoiser).type, "bf16" if bf16 else "no")
     if bf16 and precision == "no" and processes.is_main:
         say("unmask: without --bf16: bfloat16 is slower than float32 on this CPU", err=True)
     if task.eos_token_id is None and (min_length or stop_at_eos):
@@ -148,6 +174,45 @@ def open_run(
     return model.to(device), plain.to(device), task, recipe
 
 
+def exact_folder(source: Path, out: Path | None, overrides: Sequence[str] = (), trust_task: bool = False) -> Path:
+    """A folder for evaluations of the exact posterior of a run's or a recipe's task, in the place of a network.
+
+    source: a run, whose folder is RUN/exact unless `out` names another; a recipe, with `overrides`; or such a folder.
+    It is a run folder without a model, and its recipe calls the model `exact`: no record of a network is ever there.
+    """
+    require(os.environ.get("WORLD_SIZE", "1") == "1", "--exact-denoiser runs in one process: start it without torchrun")
+    if (source / "recipe.json").exists():
+        require(not overrides, f"--set is for a recipe, and {source} is a run: leave it out")
+        recipe, task = load_task(source, trust_task)
+        folder = out or (source if _is_exact(source) else source / EXACT)
+    else:
+        recipe = load_recipe(source, overrides)
+        if out is None:
+            raise UserError("--exact-denoiser with a recipe needs --out, a folder for the records")
+        task, folder = make_task(**recipe.task), out
+    ExactDenoiser(task)  # or says that it is not known
+    recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, label=EXACT))
+    prepare(folder, force=False)
+    same = not (folder / "recipe.json").exists() or not differences(read_recipe(folder), recipe)
+    require(same, f"{folder} holds a run, or the exact denoiser of another recipe: give another --out")
+    store_recipe(recipe, folder)
+    return folder
+
+
+def _is_exact(folder: Path) -> bool:
+    """Whether `exact_folder` made it."""
+    found = (folder / "recipe.json").exists() and not (folder / "config.json").exists()
+    return found and read_recipe(folder).model.label == EXACT
+
+
+def _refuse_networks(policies: Iterable[str | Policy]) -> None:
+    for given in policies:
+        rule = given if isinstance(given, Policy) else parse_policy(given, cast(SelectorNetwork, object()))
+        if isinstance(rule, NetworkPolicy):
+            reads = "reads the hidden states of the denoiser that it was learned on"
+            raise UserError(f"{rule.key} {reads}, which the exact denoiser has not: leave it out")
+
+
 def model_label(recipe: Recipe) -> str:
     """What records call a model: its label, the name of what it started from or of its size, or layers x width."""
     model = recipe.model
@@ -210,7 +275,7 @@ def _can_run(rule: Policy, budget: int, sizes: Tensor) -> bool:
 
 def _learned_in(run: Path, setup: Setup, any_rule: Policy) -> list[Record]:
     """The learned orders of another run, evaluated with the same settings and learned on the same denoiser."""
-    asked, denoiser = setup.spec(any_rule, 1), weights_hash(setup.plain.denoiser)
+    asked, denoiser = setup.spec(any_rule, 1), fingerprint(setup.plain.denoiser)
     found = [record for record in read_run(run) if record.spec.learned and record.spec.setting == asked.setting]
     if not found:
         raise UserError(

@@ -16,6 +16,7 @@ from unmask.display import in_markup
 from unmask.evaluation.compare import Comparison, area, compare, curves, whole_steps
 from unmask.evaluation.records import LABELS, Record
 from unmask.recipe import Recipe, continued
+from unmask.tasks.exact import EXACT
 from unmask.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ def caption(recipe: Recipe, records: Sequence[Record]) -> str:
             tokens += f", {LABELS[field]} {values(field)}"
     if any(record.spec.eos_policy != "none" for record in records):
         tokens += f", end of sequence: {' and '.join(sorted({record.spec.eos_policy for record in records}))}"
+    if all(record.spec.denoiser == EXACT for record in records):
+        return f"Every rule runs on the exact posterior of the task, in the place of a denoiser. {tokens}."
     if recipe.order is None:
         return f"Every rule runs on the same denoiser, trained without an order. {tokens}."
     if recipe.order.denoiser_rate == 0:

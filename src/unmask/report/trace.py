@@ -131,17 +131,18 @@ def write(
     canvas = torch.where(truth.response, mask, truth.tokens)
     engine = Engine(watched, rule, budget, choice)
     out = engine.generate(canvas, seed=seed, ids=ids, attention_mask=truth.attention_mask)
-    is_text = task.text_tokenizer is not None  # the question is shown as one, and the tokens are those of the response
-    here = out.attention_mask[0]
-    shown = truth.response[0] if is_text else here
+    here, response = out.attention_mask[0], truth.response[0]
+    prompt = here & ~response
+    # The prompt of a text is shown as a question, without the tokens; one that stands around the response, with them.
+    is_question = task.text_tokenizer is not None and not (prompt & (response.cumsum(-1) > 0)).any()
+    shown = response if is_question else here
     canvases = [seen[: here.sum()] for seen in watched.passes] + [out.tokens[0][here]]  # without padding
     frames, when = [], torch.full_like(canvases[0], PROMPT)
     for i, (before, after) in enumerate(pairwise(canvases)):
         when = torch.where((before == mask) & (after != mask), i, when)
         frames.append(spans(task, after[shown[here]].tolist(), when[shown[here]].tolist()))
-    prompt, response = truth.attention_mask[0] & ~truth.response[0], truth.response[0]
     question, wanted = (
-        visible(task.text(truth.tokens[0][part].tolist())) if is_text else "" for part in (prompt, response)
+        visible(task.text(truth.tokens[0][part].tolist())) if is_question else "" for part in (prompt, response)
     )
     result = spans(task, out.tokens[0][shown].tolist(), out.reveal_step[0][shown].tolist())
     valid = bool(task.valid(out.tokens, truth)[0])

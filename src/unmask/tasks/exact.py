@@ -8,6 +8,8 @@ from torch import Tensor
 from unmask.errors import UserError
 from unmask.tasks.task import Task
 
+EXACT = "exact"  # what records call it, as a model and as a denoiser
+
 
 class ExactDenoiser:
     """mu^n(x) = p(x_n | what is revealed in x), a denoiser for `generate`; only for a task that knows it."""

@@ -43,6 +43,13 @@ def without_order(model: OrderModel) -> OrderModel:
     return plain
 
 
+def check_context(model: OrderModel, task: Task, instead: str) -> None:
+    """A model has room for the sequences of the task."""
+    longest = model.config.denoiser.max_length
+    sizes = f"sequences of {task.length} tokens, longer than the model's context of {longest}"
+    require(task.length <= longest, f"task {task.name} has {sizes}: {instead}")
+
+
 def check_vocabulary(model: OrderModel, task: Task, where: str) -> None:
     """The tokens of a model are those of the task, id by id; two vocabularies of one size may still differ."""
     theirs, ours = vocabulary_of(model.tokenizer)[: model.config.vocab_size], task.vocabulary
@@ -69,17 +76,13 @@ def _denoiser(recipe: Recipe, task: Task, copies: int) -> OrderModel:
         config = OrderModelConfig(len(task.vocabulary), _shape(recipe.model, task))
         check_memory(config, copies)
         model = OrderModel(config, with_mask_token(tokenizer) if tokenizer else word_level_tokenizer(task.vocabulary))
-    longest = model.config.denoiser.max_length
-    if task.length > longest:
-        raise UserError(
-            f"task {task.name} has sequences of {task.length} tokens, longer than the model's context of {longest}: "
-            + ("start from a run with a longer one" if recipe.init else "raise model.max_length")
-        )
+    check_context(model, task, "start from a run with a longer one" if recipe.init else "raise model.max_length")
     return model
 
 
 def _from_run(recipe: Recipe, task: Task) -> OrderModel:
     loaded, where = OrderModel.from_pretrained(recipe.init), f"init = {recipe.init!r}"
+    check_context(loaded, task, "start from a run with a longer one")  # first: a longer task may have more tokens too
     check_vocabulary(loaded, task, where)
     if recipe.model.shape_given:
         wanted, has = _shape(recipe.model, task), loaded.config.denoiser

@@ -7,6 +7,7 @@ RUN/recipe.json                                       the recipe, resolved
 RUN/metrics.jsonl                                     one object a line, each with its own checksum
 RUN/start.txt                                         where `init` is given: hash of the denoiser that it gave
 RUN/denoiser/                                         the denoiser as it was before order learning
+RUN/exact/                                            evaluations of the exact posterior in its place
 RUN/baseline/                                         joint order learning only: that denoiser, trained further on as
                                                       many sequences without an order, for the heuristics;
                                                       trained here, or a copy of what `order.continued` names
@@ -41,8 +42,8 @@ from unmask.training.checkpoint import CheckpointFolder, reason, warn
 WRITTEN = re.compile(
     r"""(
     ((denoiser|baseline|order)(\.partial)?/)?((manifest|config|tokenizer)\.json|model\.safetensors)
-    | recipe\.json | start\.txt | changes\.log | lock | bound\.json | report\.html | orders\.png
-    | (metrics|results|verdicts)\.jsonl
+    | (exact/)?((recipe|manifest|curve)\.json | (results|verdicts)\.jsonl | report\.html | orders\.png | curve\.svg)
+    | start\.txt | changes\.log | lock | bound\.json | metrics\.jsonl
     | checkpoints/[a-z]+-\d+(\.partial|\.damaged)?/(tensors\.safetensors|(facts|manifest)\.json)
     | unmask/.*     # of the experiment trackers
     )(\.partial)?""",

@@ -91,3 +91,27 @@ class Chain(Puzzle):
         known = tokens.clamp(0, self.symbols - 1)
         log_p = self._transitions.log()[known[:, :-1], known[:, 1:]].sum(-1) - math.log(self.symbols)
         return torch.where((known == tokens).all(-1), log_p, -torch.inf)
+
+    def log_posterior(self, tokens: Tensor) -> Tensor:
+        """p(x_n) ~ f_n(x_n) b_n(x_n), where f_n follows from the left of n and b_n from its right:
+
+            f_n = P' f_{n-1},    b_n = P b_{n+1},    but e(x_n) where n is revealed, uniform beyond the ends.
+
+        A revealed token separates its two sides.  Where two of them have no path between them, f_n alone.
+        """
+        revealed, P = (tokens < self.symbols)[..., None], self._transitions.to(tokens.device)
+        known = torch.nn.functional.one_hot(tokens, self.symbols + 1)[..., :-1].to(P.dtype)  # [B, L, V]
+
+        def followed(places: range, step: Tensor) -> list[Tensor]:
+            message, found = torch.full_like(known[:, 0], 1 / self.symbols), list[Tensor]()
+            for n in places:
+                message = torch.where(revealed[:, n], known[:, n], message @ step if found else message)
+                message = message / message.sum(-1, keepdim=True)
+                found.append(message)
+            return found
+
+        forward = torch.stack(followed(range(self.length), P), dim=1)
+        backward = torch.stack(followed(range(self.length)[::-1], P.mT)[::-1], dim=1)
+        p = forward * backward
+        p = torch.where(p.sum(-1, keepdim=True) > 0, p, forward)
+        return (p / p.sum(-1, keepdim=True)).log()
