@@ -397,7 +397,7 @@ def measure(name: str, modes: list[str], only: list[str], peer: Path | None = No
 
 
 HEADINGS = [
-    *("case", "policy", "mode", "ratio", "bar", "step ms", "reference", "trunk", "step / trunk", "bar"),
+    *("policy", "mode", "ratio", "bar", "step ms", "reference", "trunk", "step / trunk", "bar"),
     *("selector / trunk", "tokens/s", "peak GiB", "reference"),
 ]
 
@@ -414,7 +414,6 @@ def cells(row: dict[str, Any]) -> list[str]:
         return f"{text} (missed)" if missed else text
 
     return [
-        row["case"],
         row["policy"],
         row["mode"],
         against(f"**{row['ratio']:.2f}x**", row["ratio"] < least),
@@ -501,11 +500,11 @@ def main() -> None:
     measured = [name for name in arguments.cases if name in CASES]
     if "check" in arguments.cases:
         check("cuda" if torch.cuda.is_available() else "cpu")
-    if measured and not arguments.json:
-        print(line(HEADINGS) + "\n" + "|---" * len(HEADINGS) + "|", flush=True)
     for name in measured:
         if CASES[name].device == "cuda" and not torch.cuda.is_available():
             parser.error(f"{name} needs a CUDA device: run `python benchmarks/decode.py cpu` here")
+        if not arguments.json:
+            print(f"{name}\n\n{line(HEADINGS)}\n" + "|---" * len(HEADINGS) + "|", flush=True)
         only = ["top-prob"] if arguments.peer else arguments.policy
         for row in measure(name, arguments.mode or MODES[:2], only, arguments.peer):
             print(json.dumps(row) if arguments.json else line(cells(row)), flush=True)

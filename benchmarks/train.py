@@ -312,12 +312,10 @@ class PlainRollouts(SelfObjective):
                 log_mu = log_likelihood(mu.flatten(0, 1), rows.tokens.flatten()).view_as(tokens)
                 seen = torch.where(masked[..., None], selector_features(mu.flatten(0, 1)).view(*tokens.shape, 3), 0.0)
             logits = model.selector(hidden, seen, masked, budget - 1 - index, layout, budget, price[of])
-            forced, draws = budget == index + 1, self._uniforms(examples, ids, every, index)
-            reveal = masked & (forced[:, None] | model.selection.sample(logits.detach(), masked, draws))
-            decided = torch.where(forced, 0.0, model.selection.log_prob(reveal, logits, masked))
             log_mu = log_mu if self.checker is None else torch.zeros_like(log_mu)
-            expected = torch.where(forced, 0.0, (model.selection.marginal(logits, masked) * log_mu).sum(-1))
-            steps.append((torch.where(reveal, log_mu, 0.0).sum(-1), expected, decided, masked.any(-1)))
+            draws = self.seed_word, torch.stack([ids[of], every % k, torch.full_like(every, index)]), rows.position
+            reveal, *earned = self.decide(model.selection, logits, log_mu, masked, budget == index + 1, *draws)
+            steps.append((*earned, masked.any(-1)))
             if self.checker is not None:
                 tokens = torch.where(reveal, mu.argmax(-1), tokens)
             masked = masked & ~reveal
@@ -441,8 +439,7 @@ def profile_self(name: str, run: Path | None) -> None:
         model, updates, warm = objective.model, 5, 40 if case.device == "cuda" else 1
         parts: list[tuple[Any, str]] = [
             *((self_posterior, part) for part in ("with_layout", "read_denoiser", "scatter", "estimate_self")),
-            *((objective, part) for part in ("read", "orders", "_uniforms", "_judged")),
-            *((model.selection, part) for part in ("sample", "log_prob")),
+            *((objective, part) for part in ("read", "orders", "decide", "_judged")),
             *((model.selector, "forward"), (Tensor, "cpu")),
         ]
         with ExitStack() as stack:
