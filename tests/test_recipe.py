@@ -12,7 +12,9 @@ from unmask.recipe import Recipe, continued, load_recipe, recipe_folder
 from unmask.tasks import make_task
 
 BUILT_IN = sorted(path.stem for path in recipe_folder().glob("*.toml"))
-PUZZLES = [name for name in BUILT_IN if not name.startswith("gsm8k")]
+PAIRS = [*("gsm8k-30m", "sudoku", "statements", "waiting-lines"), *(["molecules"] if "molecules" in BUILT_IN else [])]
+IN_PAIRS = {name for denoiser in PAIRS for name in (denoiser, f"{denoiser}-self")}
+PUZZLES = [name for name in BUILT_IN if not name.startswith("gsm8k") and name not in IN_PAIRS]
 
 
 @pytest.fixture
@@ -66,6 +68,15 @@ def test_built_in_recipes_are_whole():
         assert max(recipe.evaluate.budgets) <= task.length
         assert recipe.evaluate.temperature == 1
         assert build(Recipe, json.loads(recipe.to_json())) == recipe
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_order_of_its_own_fits_its_denoiser(name):
+    denoiser, order = load_recipe(name), load_recipe(f"{name}-self", ["init=runs/denoiser"])
+    assert denoiser.order is None
+    assert order.denoise is None
+    assert (order.task, order.evaluate.temperature) == (denoiser.task, denoiser.evaluate.temperature)
+    assert order.order.posterior == "selector"
 
 
 def test_the_recipes_of_gsm8k_are_the_papers():

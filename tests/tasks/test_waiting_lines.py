@@ -164,11 +164,11 @@ def test_errors_are_one_line():
 def test_longer_lines_than_a_model_has_room_for(tmp_path):
     """Said before anything else that does not fit: longer lines also have more places, and so more tokens."""
     small = ["model.width=16", "model.layers=1", "model.intermediate=16", "task.max_n=8", "task.min_n=8"]
-    recipe = load_recipe("waiting-lines-self", small)
+    recipe = load_recipe("waiting-lines-small-self", small)
     model = build_model(recipe, make_task(**recipe.task), copies=1)
     model.save_pretrained(tmp_path / "run")
-    longer = load_recipe("waiting-lines-self", [*small, f"init={tmp_path / 'run'}", "task.max_n=12"])
-    short = load_recipe("waiting-lines-self", [*small, "model.max_length=9"])
+    longer = load_recipe("waiting-lines-small-self", [*small, f"init={tmp_path / 'run'}", "task.max_n=12"])
+    short = load_recipe("waiting-lines-small-self", [*small, "model.max_length=9"])
     task = make_task(**longer.task)
     for refused, said in (
         (lambda: build_model(longer, task, copies=1), "26 tokens, longer than the model's context of 18: start from"),
