@@ -19,8 +19,10 @@ from unmask.evaluation.curve import (
     compared_curves,
     family,
     frontier,
+    height,
     mean_weights,
     read_curve,
+    steps_for,
     sweep,
     weights_at,
     write_curve,
@@ -28,7 +30,7 @@ from unmask.evaluation.curve import (
 from unmask.evaluation.records import read_run
 from unmask.jsonl import ResultsError
 from unmask.report.plots import curve_plot
-from unmask.report.tables import curve_table, curve_verdict
+from unmask.report.tables import curve_table, curve_verdict, needed_table
 
 PLAIN = "0123456789ab"
 
@@ -39,10 +41,6 @@ def points(*pairs, policy="top-prob"):
 
 def corners(*pairs):
     return [(point.mean_steps, point.score) for point in frontier(points(*pairs))]
-
-
-def height(hull, m):
-    return float(weights_at(hull, m) @ [point.score for point in hull])
 
 
 # --- frontiers --------------------------------------------------------------------------------------------------------
@@ -72,6 +70,13 @@ def test_a_frontier_is_the_best_mixture_with_at_most_so_many_steps():
             assert height(hull, at) == pytest.approx(max(mixed), abs=1e-12)
             assert weights_at(hull, at).sum() == pytest.approx(1)
             assert (weights_at(hull, at) @ [p.mean_steps for p in hull]) <= at + 1e-12
+
+
+def test_the_steps_that_a_score_needs():
+    hull = frontier(points((1, 0.2), (3, 0.8), (4, 0.9)))
+    assert [steps_for(hull, score) for score in (0.1, 0.5, 0.8, 0.9)] == pytest.approx([1, 2, 3, 4])
+    assert steps_for(hull, 0.91) is None
+    assert steps_for([], 0.1) is None
 
 
 def test_the_mean_over_a_range_is_the_integral():
@@ -123,6 +128,19 @@ def test_gains_and_area_by_hand():
     assert curve.above == [[2, 5]]
     assert (curve.highest.learned, curve.highest.rule) == (0.875, 0.75)
     assert (curve.highest.learned_steps, curve.highest.rule_steps) == (4, 5)
+
+
+def test_steps_needed_and_rules_without_a_cap_by_hand():
+    """One token per step is 0.75 here, of which 2/3 is 0.5: the best rule has that at 3 steps, the order at 2.5."""
+    one_by_one = result("top-prob", 9, "11111100", [9] * 8)
+    (curve,) = compared_curves([*ORDERS, *RULES, one_by_one])
+    (row,) = needed_table([curve], share=2 / 3).rows
+    assert row[1:] == ["75.0", "3.00", "2.50 (2.50)"]
+    (row,) = needed_table([curve], share=1.2).rows
+    assert row[2:] == ["not reached", "not reached (–)"], "0.9 is above both"
+    table = curve_table(curve)
+    alone = dict(zip((row[0] for row in table.rows), (row[table.headings.index("no cap")] for row in table.rows)))
+    assert (alone["4.00"], alone["5.00"], alone["highest"]) == ("–", "75.0", "75.0"), "its first point is at 5 steps"
 
 
 def test_the_intervals_are_of_the_weighted_verdicts():
@@ -246,7 +264,7 @@ def planned(*arguments):
 
 
 def test_the_default_sweep():
-    """At most 120 points for an order of ten steps, prices within their range, the cap part of the sweep for all."""
+    """So many points for an order of ten steps, prices within their range, the cap part of the sweep for all."""
     selector = SimpleNamespace(budget=10, prices=(0.0123456, 2.0))
     plan = sweep(selector, [], [], 72)
     assert len(plan) == len(planned(selector, [], [], 72)) == 122
@@ -256,6 +274,8 @@ def test_the_default_sweep():
     assert (len(prices), prices[0], prices[-1]) == (8, 0.0123456, 2.0)
     assert np.diff(np.log(prices)) == pytest.approx(np.log(2 / 0.0123456) / 7, rel=0.01)
     assert all(rule.deterministic for rule, _ in learned)
+    drawn = planned(selector, [], [], 72, True) - planned(selector, [], [], 72)
+    assert drawn == {(f"learned(price={price:g})", 10) for price in prices}, "where tokens are sampled"
     for name in ("threshold", "paced threshold", "factor", "eb", "klass", "top-prob", "margin"):
         assert {2, 3, 4, 5, 6, 8, 16, 32} <= {cap for rule, cap in plan if family(rule.name) == name}
     assert ("top-prob", 1) in planned(selector, [], [], 72)

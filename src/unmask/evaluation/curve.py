@@ -39,17 +39,22 @@ PRICES = 8
 
 
 def sweep(
-    selector: SelectorNetwork | None, policies: Sequence[str | Policy], caps: Sequence[int], longest: int
+    selector: SelectorNetwork | None,
+    policies: Sequence[str | Policy],
+    caps: Sequence[int],
+    longest: int,
+    sampled: bool = False,
 ) -> list[tuple[Policy, int]]:
     """The rules and caps to evaluate.  `policies`: families (threshold, learned) or rules (threshold:0.97); none: all.
 
+    sampled: where tokens are, the order is also read by sampling.
     No rule takes more steps than the longest response has tokens: caps beyond it are that.
     """
     limits = sorted({min(cap, max(2, longest)) for cap in caps or CAPS})
     plan: list[tuple[Policy, int]] = []
     for given in policies or [*(["learned"] if selector is not None else []), *dict.fromkeys(map(_key, AT_EVERY_CAP))]:
         if given == "learned" and selector is not None:
-            plan += _learned_sweep(selector, limits)
+            plan += _learned_sweep(selector, limits, sampled)
             continue
         every: list[str | Policy] = [rule for rule in AT_EVERY_CAP if _key(rule) == given]
         for rule in every or [given]:
@@ -61,16 +66,18 @@ def sweep(
     return list({(rule.name, cap): (rule, cap) for rule, cap in plan}.values())
 
 
-def _learned_sweep(selector: SelectorNetwork, caps: Sequence[int]) -> list[tuple[Policy, int]]:
+def _learned_sweep(selector: SelectorNetwork, caps: Sequence[int], sampled: bool) -> list[tuple[Policy, int]]:
     """Read greedily, at prices that are equally far apart in log price: all with T steps, half of them with fewer."""
     T = selector.budget or caps[-1]
     if not selector.prices:
         return [(Learned(selector), T), (Learned(selector, deterministic=True), T)]
     low, high = selector.prices
     inner = [float(f"{price:.3g}") for price in np.geomspace(low, high, PRICES)[1:-1]]
-    rules = [Learned(selector, price=price, deterministic=True) for price in (low, *inner, high)]
+    prices = (low, *inner, high)
+    rules = [Learned(selector, price=price, deterministic=True) for price in prices]
+    drawn = [Learned(selector, price=price) for price in prices] if sampled else []
     fewer = [(rule, cap) for rule in (rules[0], rules[2], rules[5], rules[7]) for cap in caps if cap < T]
-    return [*((rule, T) for rule in rules), *fewer]
+    return [*((rule, T) for rule in (*rules, *drawn)), *fewer]
 
 
 def _key(policy: str) -> str:
@@ -135,6 +142,18 @@ def mean_weights(hull: Sequence[Point], start: float, stop: float) -> np.ndarray
     knots = [start, *inside, stop]
     parts = [(b - a) * (weights_at(hull, a) + weights_at(hull, b)) / 2 for a, b in pairwise(knots)]
     return np.sum(parts, axis=0) / (stop - start)
+
+
+def height(hull: Sequence[Point], m: float) -> float:
+    """C(m)."""
+    return float(weights_at(hull, m) @ [point.score for point in hull])
+
+
+def steps_for(hull: Sequence[Point], score: float) -> float | None:
+    """The least m with C(m) >= score; None where no m has it."""
+    if not hull or hull[-1].score < score - NEAR:
+        return None
+    return float(np.interp(score, [point.score for point in hull], [point.mean_steps for point in hull]))
 
 
 # --- learned against the best rule ------------------------------------------------------------------------------------
@@ -331,9 +350,6 @@ def _differences(hulls: Sides, weigh: Weigh, verdicts: dict[str, np.ndarray]) ->
 
 def _above(hulls: Sides, start: float, stop: float) -> list[list[float]]:
     """Where in [start, stop] the gain is above 0: it is linear between corners, so a change of sign is solved for."""
-
-    def height(hull: Sequence[Point], m: float) -> float:
-        return float(weights_at(hull, m) @ [point.score for point in hull])
 
     def gain(m: float) -> float:
         return sum(height(learned, m) - height(rules, m) for learned, rules in hulls) / len(hulls)

@@ -225,7 +225,7 @@ def _swept(
 ) -> Plan:
     """What a curve needs, less what cannot run."""
     _check_steps(caps)
-    plan = sweep(setup.model.selector, policies, caps, int(sizes.max()))
+    plan = sweep(setup.model.selector, policies, caps, int(sizes.max()), sampled=setup.choice.temperature > 0)
     fitting = [(rule, cap) for rule, cap in plan if _can_run(rule, cap, sizes)]
     for rule, cap in plan[:1] if not fitting else []:
         rule.check(cap, sizes)  # says why

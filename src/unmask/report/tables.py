@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from unmask.display import in_markup
 from unmask.evaluation.compare import Comparison, area, compare, curves, whole_steps
+from unmask.evaluation.curve import Curve, frontier, height, steps_for
 from unmask.evaluation.records import LABELS, Record
 from unmask.recipe import Recipe, continued
 from unmask.tasks.exact import EXACT
@@ -21,7 +23,6 @@ from unmask.tasks.task import Task
 
 if TYPE_CHECKING:
     from unmask.evaluation.bound import BoundReport
-    from unmask.evaluation.curve import Curve
 
 LEARNED_COLOUR = "#c2410c"
 
@@ -269,7 +270,7 @@ CURVE_LEGEND = (
     "mean steps: at most these. best rule, learned: the best mixture of settings of all rules, and of the order. "
     "95%: paired bootstrap over problems and orders, of the gain with the settings as they are. Settings are chosen "
     "after the fact, and the best of many is partly luck; held out: the gain and its 95% interval with settings chosen "
-    "on the other half of the problems."
+    "on the other half of the problems. no cap: the best rule that is not cut off after fewer steps."
 )
 
 
@@ -300,6 +301,8 @@ def curve_verdict(curve: Curve) -> str:
 
 def curve_table(curve: Curve) -> ResultTable:
     """The learned order against the best rule at equal mean steps."""
+    largest = max(point.cap for point in curve.points)
+    free = frontier(point for point in curve.points if point.family != "learned" and point.cap == largest)
     readings = [(f"{at.steps:.2f}", at.reading) for at in curve.at]
     readings += [(f"mean, {curve.start:.2f} to {curve.stop:.2f}", curve.mean)] if curve.mean else []
     rows = []
@@ -311,10 +314,13 @@ def curve_table(curve: Curve) -> ResultTable:
         gain = "–" if reading.gain is None else _points(reading.gain)
         apart = f"{_points(reading.held_out[0])} {_interval(*reading.held_out[1:])}" if reading.held_out else "–"
         settings = "" if name.startswith("mean") else ", ".join(reading.settings)
-        rows.append([name, learned, rule, gain, _interval(reading.low, reading.high) or "–", apart, settings])
+        known = free and not name.startswith("mean") and (name == "highest" or float(name) >= free[0].mean_steps)
+        alone = _score(height(free, inf if name == "highest" else float(name))) if known else "–"
+        interval = _interval(reading.low, reading.high) or "–"
+        rows.append([name, learned, rule, gain, interval, apart, alone, settings])
     counts = [sum((point.family == "learned") == learned for point in curve.points) for learned in (False, True)]
     legend = f"{counts[0]} points of rules, {counts[1]} of the order. {CURVE_LEGEND}"
-    headings = ["mean steps", "learned", "best rule", "gain", "95%", "held out", "which"]
+    headings = ["mean steps", "learned", "best rule", "gain", "95%", "held out", "no cap", "which"]
     return ResultTable("learned against the best rule", legend, headings, rows, minor=("which", "95%"))
 
 
@@ -328,3 +334,29 @@ def _points(gain: float) -> str:
 
 def _interval(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f"[{_points(low)}, {_points(high)}]"
+
+
+def needed_table(compared: Sequence[Curve], share: float = 0.95) -> ResultTable:
+    """Mean steps that the best rule and the order need for a share of the score at one token per step."""
+    rows = []
+    for curve in compared:
+        rules = [point for point in curve.points if point.family != "learned"]
+        largest = max(point.cap for point in rules)
+        one_by_one = [p.score for p in rules if p.family in ("top-prob", "margin") and p.cap == largest]
+        if not one_by_one:
+            continue
+        target = share * max(one_by_one)
+        orders = [frontier(p for p in curve.points if p.family == "learned" and p.seed == s) for s in curve.seeds]
+        learned = [steps_for(hull, target) for hull in orders]
+        reached = [steps for steps in learned if steps is not None]
+        told = f"{sum(reached) / len(reached):.2f}" if reached and len(reached) == len(learned) else "not reached"
+        told += f" ({', '.join('–' if steps is None else f'{steps:.2f}' for steps in learned)})" if learned else ""
+        rule = steps_for(frontier(rules), target)
+        rows.append(
+            [f"{curve.task}, {curve.model}", _score(max(one_by_one)), f"{rule:.2f}" if rule else "not reached", told]
+        )
+    headings = ["task", "one token per step", "best rule", "learned"]
+    legend = (
+        f"Mean steps for {share:.0%} of the score at one token per step; of the order the mean over seeds, and each."
+    )
+    return ResultTable("steps needed", legend, headings, rows)

@@ -17,7 +17,7 @@ from unmask.files import write_text
 from unmask.jsonl import ResultsError, read_jsonl
 from unmask.recipe import PLAIN_RULES
 from unmask.report.plots import Series, curve_plot, plot, svg
-from unmask.report.tables import curve_table, curve_verdict, distinctions
+from unmask.report.tables import curve_table, curve_verdict, distinctions, needed_table
 from unmask.studies.study import Done, read_done
 
 BEGIN = "<!-- Written by `unmask report --markdown`: do not edit. -->"
@@ -88,6 +88,10 @@ def tables(studies: Sequence[Results], plots: str) -> str:
     """The whole page; `plots` is the folder that the pictures are in."""
     parts = [BEGIN, "# Results: all tables", LEGEND]
     for results in studies:
+        for split, own in grouped(results.curves, lambda curve: curve.split).items():
+            if (needed := needed_table(own)).rows:
+                title = f"## {results.name}, {split}: steps needed"
+                parts += [title, _table(needed.headings, needed.rows), needed.caption]
         for part in _parts(results):
             title, picture, records = part
             spec, gains, curves = records[0].spec, _alike(part, results.gains), _curves(part, results)
