@@ -22,6 +22,7 @@ TASKS = {
     "parity-dag": "unmask.tasks.puzzles.parity_dag:ParityDag",
     "sudoku": "unmask.tasks.sudoku.sudoku:Sudoku",
     "waiting-lines": "unmask.tasks.puzzles.waiting_lines:WaitingLines",
+    "molecules": "unmask.tasks.molecules.molecules:Molecules",
     "gsm8k": "unmask.tasks.gsm8k.gsm8k:GSM8K",
     "text": "unmask.tasks.text.text:Text",
 }
