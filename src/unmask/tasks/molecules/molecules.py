@@ -139,7 +139,8 @@ class Molecules(Task):
     def _rows(self, split: str) -> np.ndarray:
         """The molecules of a split that are not too long."""
         rows = self._short_enough[split]
-        require(len(rows) > 0, f"task {self.name}: no molecule is left for {split}: give more, or set length higher")
+        mend = "give more, set length higher" + (", or choose another held_out" if split != "train" else "")
+        require(len(rows) > 0, f"task {self.name}: no molecule is left for {split}: {mend}")
         return rows
 
     @cached_property
