@@ -15,7 +15,7 @@ SOURCE = Path(unmask.__file__).parent
 TREES = {path.relative_to(SOURCE): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")}
 RUN_TIME = {
     "torch", "numpy", "safetensors", "tokenizers", "transformers", "accelerate", "typer", "rich", "matplotlib",
-    "unmask", "datasets",  # datasets is an extra: imported only where a task is asked to load from the hub
+    "unmask", "datasets", "rdkit", "fcd_torch",  # the last three are extras: imported only where a task needs them
 }  # fmt: skip
 # A package imports from itself and from what stands below it; every other file of unmask/ is a leaf, below all.
 LAYERS = [

@@ -12,7 +12,7 @@ from unmask.recipe import Recipe, continued, load_recipe, recipe_folder
 from unmask.tasks import make_task
 
 BUILT_IN = sorted(path.stem for path in recipe_folder().glob("*.toml"))
-PAIRS = [*("gsm8k-30m", "sudoku", "statements", "waiting-lines"), *(["molecules"] if "molecules" in BUILT_IN else [])]
+PAIRS = ["gsm8k-30m", "molecules", "statements", "sudoku", "waiting-lines"]
 IN_PAIRS = {name for denoiser in PAIRS for name in (denoiser, f"{denoiser}-self")}
 PUZZLES = [name for name in BUILT_IN if not name.startswith("gsm8k") and name not in IN_PAIRS]
 
@@ -63,7 +63,7 @@ def test_built_in_recipes_are_whole():
         assert recipe.model is not None
         assert recipe.denoise is not None
         assert recipe.order is not None
-        assert recipe.order.prices or 2 <= recipe.order.budget <= 8, "the natural budgets"
+        assert 2 <= recipe.order.budget <= (32 if recipe.order.prices else 8), "the natural budgets"
         assert recipe.order.budget in recipe.evaluate.budgets, "or the learned order has no rival at its own budget"
         assert max(recipe.evaluate.budgets) <= task.length
         assert recipe.evaluate.temperature == 1

@@ -139,7 +139,7 @@ def test_steps_needed_and_rules_without_a_cap_by_hand():
     (row,) = needed_table([curve], share=1.2).rows
     assert row[2:] == ["not reached", "not reached (–)"], "0.9 is above both"
     table = curve_table(curve)
-    alone = dict(zip((row[0] for row in table.rows), (row[table.headings.index("no cap")] for row in table.rows)))
+    alone = {row[0]: row[table.headings.index("no cap")] for row in table.rows}
     assert (alone["4.00"], alone["5.00"], alone["highest"]) == ("–", "75.0", "75.0"), "its first point is at 5 steps"
 
 

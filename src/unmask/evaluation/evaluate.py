@@ -187,14 +187,14 @@ def _evaluate_chunk(
         if marks.shape != ids.shape or marks.dtype != torch.bool:
             found = f"{str(marks.dtype).removeprefix('torch.')} {list(marks.shape)}"
             raise UserError(f"task {task.name}: {name} must be bool [{len(ids)}], one for each example, got {found}")
-    codes = sequence_codes(tokens[valid]) if task.unconditional else task.codes(tokens, truth)
+    answers = sequence_codes(tokens[valid]).tolist() if task.unconditional else task.codes(tokens, truth)
     return Chunk(
         *ran,
         first=int(ids[0]),
         valid=_marks(valid),
         steps=out.num_steps.tolist(),
         metrics={name: _marks(marks) for name, marks in metrics.items()},
-        answers=None if codes is None else codes.tolist(),
+        answers=answers,
         reveal_step=out.reveal_step[: max(0, PICTURED - int(ids[0]))].tolist(),
         num_forwards=out.num_forwards,
         num_passes=int(out.num_passes.sum()),
@@ -240,7 +240,7 @@ def _outcome(spec: EvaluationSpec, chunks: list[Chunk], task: Task, remasks: boo
         distinct=distinct,
         distinct_low=distinct_low,
         distinct_high=distinct_high,
-        metrics=means if task.unconditional or not answers else means | task.overall(torch.tensor(answers)),
+        metrics=means if task.unconditional or not answers else means | task.overall(answers),
         seconds=round(sum(chunk.seconds for chunk in chunks), 3),
         device=chunks[0].device,
         compile=chunks[0].compile,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class Chunk:
     valid: str  # a 0 or a 1 for each example
     steps: list[int]  # of each example
     metrics: dict[str, str]  # the task's own marks, each as `valid`
-    answers: list[int] | None  # a code for each valid answer, equal where the answers are; with a prompt: `Task.codes`
+    answers: list[Any] | None  # a code for each valid answer, equal where the answers are; with a prompt: `Task.codes`
     reveal_step: list[list[int]]  # of those among the first few examples of all, for the picture
     num_forwards: int
     num_passes: int

@@ -23,6 +23,7 @@ TASKS = {
     "sudoku": "unmask.tasks.sudoku.sudoku:Sudoku",
     "waiting-lines": "unmask.tasks.puzzles.waiting_lines:WaitingLines",
     "statements": "unmask.tasks.statements:Statements",
+    "molecules": "unmask.tasks.molecules.molecules:Molecules",
     "gsm8k": "unmask.tasks.gsm8k.gsm8k:GSM8K",
     "text": "unmask.tasks.text.text:Text",
 }

@@ -109,15 +109,15 @@ class Statements(Task):
         found = {"novel": self.valid(tokens, examples) & ~known}
         return found | ({"same": (tokens == examples.tokens).all(-1)} if self.form == "infill" else {})
 
-    def codes(self, tokens: Tensor, examples: Examples) -> Tensor | None:
-        """[B]: which statement it is, 0 for what is none; spans have different prompts."""
+    def codes(self, tokens: Tensor, examples: Examples) -> list[int] | None:
+        """Which statement it is, 0 for what is none; spans have different prompts."""
         if self.form == "infill":
             return None
-        return torch.where(self.valid(tokens, examples), sequence_codes(_ended(tokens)), 0)
+        return torch.where(self.valid(tokens, examples), sequence_codes(_ended(tokens)), 0).tolist()
 
-    def overall(self, codes: Tensor) -> dict[str, float]:
-        valid = codes[codes != 0]
-        return {"unique": len(valid.unique()) / len(valid)} if len(valid) else {}
+    def overall(self, codes: list[int]) -> dict[str, float]:
+        valid = [code for code in codes if code]
+        return {"unique": len(set(valid)) / len(valid)} if valid else {}
 
     @cached_property
     def _trained(self) -> Tensor:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -104,11 +104,11 @@ class Task(ABC):
         """Further verdicts on the same tokens, [B] bool each; records hold their means under these names."""
         return {}
 
-    def codes(self, tokens: Tensor, examples: Examples) -> Tensor | None:
-        """[B] int64: what `overall` needs to know of each answer, if anything; not asked of an unconditional task."""
+    def codes(self, tokens: Tensor, examples: Examples) -> list[Any] | None:
+        """A number or a text for each answer, which `overall` needs to know; not asked of an unconditional task."""
         return None
 
-    def overall(self, codes: Tensor) -> dict[str, float]:
+    def overall(self, codes: list[Any]) -> dict[str, float]:
         """Figures of a whole evaluation that are no means over examples; they stand beside the metrics."""
         return {}
 

@@ -185,14 +185,15 @@ class WaitingLines(Puzzle):
         p[:, self._start :].scatter_add_(-1, written.transpose(1, 2), share)
         return p.log()
 
-    def codes(self, tokens: Tensor, examples: Examples) -> Tensor:
-        """[B]: the operation, n, and the place from 1 (0: a wrong answer), two decimal digits each."""
+    def codes(self, tokens: Tensor, examples: Examples) -> list[int]:
+        """The operation, n, and the place from 1 (0: a wrong answer), two decimal digits each."""
         operation = examples.tokens[:, 0] - self.names
-        return (operation * 100 + self._n(examples.tokens)) * 100 + 1 + self._place(tokens, examples)
+        return ((operation * 100 + self._n(examples.tokens)) * 100 + 1 + self._place(tokens, examples)).tolist()
 
-    def overall(self, codes: Tensor) -> dict[str, float]:
+    def overall(self, codes: list[int]) -> dict[str, float]:
         """The total variation of random places from uniform; with several operations also the valid part of each."""
-        operation, n, place = codes // 10_000, codes // 100 % 100, codes % 100 - 1
+        code = torch.tensor(codes)
+        operation, n, place = code // 10_000, code // 100 % 100, code % 100 - 1
         figures = {}
         for word in self._chosen:
             asked, which = operation == OPERATIONS.index(word), f" {word}" if len(self._chosen) > 1 else ""
