@@ -323,7 +323,7 @@ def test_the_command_draws_a_curve_and_repeats_nothing(trained, call, tmp_path):
     curve = read_curve(run / "curve.json")
     records = read_run(run)
     assert {point.key for point in curve.points} == {record.key for record in records}
-    assert len(records) == 8 + 4 + 5 * 2 + 5
+    assert len(records) == 8 + 8 + 4 + 5 * 2 + 5
     assert compared_curves(records) == [curve], "from the records alone"
     assert (run / "curve.svg").read_text().startswith("<svg")
     assert json.loads((run / "curve.json").read_text())["crc"]
