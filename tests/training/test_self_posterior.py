@@ -85,6 +85,18 @@ def naive(model, tokens, response, name, trajectory, budget, price, writes=False
     return rows, tokens
 
 
+def test_a_denoiser_that_learns_along_gets_the_gradient_of_what_was_gained():
+    """And no other: neither the expectation of a step nor the return carries its graph."""
+    model, batch = model_of(), examples()
+    objective = SelfObjective(model, K, BUDGET, SEED, learn_denoiser=True)
+    weights, u = list(model.denoiser.parameters()), torch.tensor([0.1, 0.5, 0.9])
+    found = torch.autograd.grad(objective(batch, IDS, u).loss, weights)
+    price = (math.log(PRICES[0]) + u.double() * math.log(PRICES[1] / PRICES[0])).exp()
+    gain = objective.orders(batch, IDS, objective._budgets(IDS), price.float()).gain.sum(0).mean(-1)
+    expected = torch.autograd.grad(-(gain / batch.num_response).mean(), weights)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(
     ("writes", "start", "temperature"),
     [(False, "iid", 0.0), (False, "threshold", 0.0), (True, "iid", 0.0), (True, "iid", 1.0)],
