@@ -36,9 +36,9 @@ MOST_EXAMPLES = 1_000_000  # of an evaluation
 
 
 @dataclass(frozen=True)
-class SelectorRecipe:
-    width: int = 0  # 0: a quarter of the denoiser's, at least 32
-    layers: int = 1
+class ScorerRecipe:
+    width: int = 0  # 0: the denoiser's
+    layers: int = 2
     heads: int = 4
 
     def __post_init__(self) -> None:
@@ -47,9 +47,10 @@ class SelectorRecipe:
 
 
 @dataclass(frozen=True)
-class ScorerRecipe(SelectorRecipe):
-    width: int = 0  # 0: the denoiser's
-    layers: int = 2
+class SelectorRecipe(ScorerRecipe):
+    width: int = 0  # 0: a quarter of the denoiser's, at least 32
+    layers: int = 1
+    reads: Literal["hidden", "logits"] = "hidden"  # logits: no hidden states, only the confidences
 
 
 _SHAPE = ("width", "layers", "heads", "intermediate")

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from unmask.errors import UserError
 from unmask.models.backbone import SIZES, BackboneConfig
 from unmask.models.networks import Denoiser, OrderScorer, Selector, SelectorConfig
 from unmask.variational.posterior import sample_trajectories
@@ -77,10 +78,10 @@ def selector_input(*shape, seed=0):
     return hidden, confidences, torch.rand(*shape, generator=source) < 0.6
 
 
-def selector(trained=True, positions=0, budget=9):
+def selector(trained=True, positions=0, budget=9, reads="hidden"):
     """A trained one has its last layer drawn at random: at zero it would hide what the layers below do."""
     torch.manual_seed(1)
-    config = SelectorConfig(width=8, layers=1, heads=2, budget=budget, positions=positions)
+    config = SelectorConfig(width=8, layers=1, heads=2, budget=budget, positions=positions, reads=reads)
     network = Selector(config, TRUNK.width).double()
     if trained:
         with torch.no_grad():
@@ -116,6 +117,17 @@ def test_everything_the_selector_is_given_matters():
     for name, logits in changed.items():
         assert (logits - before).abs().max() > 1e-4, name
     assert (later - without_shift).abs().max() > 1e-4
+
+
+@torch.no_grad()
+def test_a_selector_of_logits_reads_no_hidden_states():
+    hidden, confidences, masked = selector_input(2, 6)
+    t, network = torch.tensor([3, 5]), selector(reads="logits")
+    before = network(hidden, confidences, masked, t)
+    assert torch.equal(network(torch.randn(2, 6, 1).double(), confidences, masked, t), before), "of any width"
+    assert not torch.allclose(network(hidden, confidences + 0.1, masked, t), before)
+    with pytest.raises(UserError, match="reads must be hidden or logits, got 'both'"):
+        selector(reads="both")
 
 
 @torch.no_grad()

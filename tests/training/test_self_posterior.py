@@ -217,7 +217,8 @@ def recipe_of(tmp_path, *overrides):
     return load_recipe(str(tmp_path / "tiny.toml"), ["order.posterior=selector", *overrides])
 
 
-def test_a_run_with_it(tmp_path):
+@pytest.mark.parametrize("reads", ["hidden", "logits"])
+def test_a_run_with_it(tmp_path, reads):
     """Trained, saved, loaded, and generating at another number of steps and at a price."""
     options = (
         "order.prices=[0.1, 2.0]",
@@ -226,10 +227,11 @@ def test_a_run_with_it(tmp_path):
         "order.spread=2.0",
         "order.reward=true",
     )
-    recipe = recipe_of(tmp_path, *options, "order.reference_weight=0.1")
+    recipe = recipe_of(tmp_path, *options, "order.reference_weight=0.1", f"model.selector.reads={reads}")
     train(recipe, tmp_path / "run", cpu=True)
     model = OrderModel.from_pretrained(tmp_path / "run")
     assert model.scorer is None
+    assert (model.selector.read_hidden is None) == (reads == "logits")
     assert model.selector.prices == (0.1, 2.0)
     recorded = [line for line in json_lines(tmp_path / "run" / "metrics.jsonl") if line.get("stage") == "order"]
     assert {"reward", "q_steps", "value", "reference_kl"} <= recorded[-1].keys()

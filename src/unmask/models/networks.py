@@ -72,6 +72,7 @@ def shift_right(hidden: Tensor, layout: Layout) -> Tensor:
 class SelectorConfig:
     """A narrow transformer on the denoiser's hidden states, trained for a budget of T steps.
 
+    `reads`: "logits" leaves the hidden states out, for denoisers and engines that give none.
     `prices`: it reads the price of a step, was trained for this range of it, and with budgets drawn up to T.
     `start`: the rule that it is before it has learned anything (`Selector`).
 
@@ -87,8 +88,10 @@ class SelectorConfig:
     prices: tuple[float, ...] = ()  # the lowest and the highest; empty: none
     start: Literal["iid", "threshold"] = "iid"
     spread: float = 0.0  # standard deviation of f at the start
+    reads: Literal["hidden", "logits"] = "hidden"
 
     def __post_init__(self) -> None:
+        require(self.reads in ("hidden", "logits"), f"reads must be hidden or logits, got {self.reads!r}")
         require(self.positions >= 0, f"positions must be 0 (none) or the longest sequence, got {self.positions}")
         require(self.budget >= 1, f"a selector needs a budget T >= 1, got {self.budget}")
         ordered = not self.prices or (len(self.prices) == 2 and 0 < self.prices[0] < self.prices[1])
@@ -127,7 +130,7 @@ class Selector(nn.Module):
         self.selection = selection or NonEmpty()
         D = config.width
         self.shape = shape = config.shape
-        self.read_hidden = nn.Linear(denoiser_width, D)
+        self.read_hidden = nn.Linear(denoiser_width, D) if config.reads == "hidden" else None
         self.read_confidences = nn.Linear(self.READ, D)
         time_features = self.TIME_FEATURES + bool(config.prices)
         self.read_time = nn.Sequential(nn.Linear(time_features, D), nn.SiLU(), nn.Linear(D, D))
@@ -148,7 +151,7 @@ class Selector(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,  # [B, L, denoiser width]
+        hidden: Tensor,  # [B, L, denoiser width]; not looked at where it reads logits
         confidences: Tensor,  # [B, L, 3]: top probability, margin, entropy in nats; 0 where not masked
         masked: Tensor,  # [B, L] bool
         t: Tensor,  # [B], t >= 1 matters; at t = 0 everything is revealed and nobody asks
@@ -157,7 +160,9 @@ class Selector(nn.Module):
         price: Tensor | None = None,  # [B]; None: the lowest
     ) -> Tensor:
         """Logits s [B, L]."""
-        if hidden.shape[-1] != self.read_hidden.in_features:
+        if self.read_hidden is None:
+            hidden = hidden[..., :0]
+        elif hidden.shape[-1] != self.read_hidden.in_features:
             raise UserError(
                 f"the selector reads hidden states of width {self.read_hidden.in_features}, the denoiser gives "
                 f"{hidden.shape[-1]}: take both from the same run"
@@ -190,7 +195,8 @@ class Selector(nn.Module):
         log_odds = self._log_odds(confidences, masked > 0)
         read = torch.cat([confidences, log_odds, masked], dim=-1)
         time = torch.cat([t / total, 1 / t, t.log(), total.log(), price.log()], dim=-1)
-        x = self.read_hidden(hidden) + self.read_confidences(read.to(hidden.dtype))
+        x = self.read_confidences(read.to(hidden.dtype))
+        x = x if self.read_hidden is None else self.read_hidden(hidden) + x
         x = x + self.read_time(time.to(hidden.dtype))
         if self.positions is not None:
             x = x + self.positions(positions).to(x.dtype)

@@ -142,6 +142,7 @@ def _with_order(plain: OrderModel, networks: ModelRecipe, order: OrderRecipe) ->
                 prices=order.prices,
                 start=order.start,
                 spread=order.spread,
+                reads=selector.reads,
             ),
             scorer=None
             if order.posterior == "selector"
