@@ -320,7 +320,7 @@ class PlainRollouts(SelfObjective):
                 tokens = torch.where(reveal, mu.argmax(-1), tokens)
             masked = masked & ~reveal
         told = (torch.stack(part[::-1]).view(len(part), -1, k) for part in zip(*steps, strict=True))
-        return Orders(*told, tokens.view(-1, k, tokens.shape[1]))
+        return Orders(*told, *(part.view(-1, k, tokens.shape[1]) for part in (tokens, torch.full_like(tokens, -1))))
 
 
 def trunk_operations(shape: BackboneConfig, lengths: Tensor, steps: Tensor) -> float:

@@ -30,6 +30,7 @@ class Purpose(IntEnum):
     TOKEN = 6  # tokens at generation
     EXAMPLE = 7  # which example a batch slot holds
     BUDGET = 8  # the most steps of a sequence, where training varies it
+    STATE = 9  # which state of a trajectory the denoiser learns from
 
 
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -85,16 +85,33 @@ def naive(model, tokens, response, name, trajectory, budget, price, writes=False
     return rows, tokens
 
 
-def test_a_denoiser_that_learns_along_gets_the_gradient_of_what_was_gained():
-    """And no other: neither the expectation of a step nor the return carries its graph."""
-    model, batch = model_of(), examples()
+def test_a_denoiser_that_learns_along_gets_the_gradient_of_what_was_gained(monkeypatch):
+    """The mean over the steps of a trajectory, each with its draw, is the gradient of sum_t g_t; and no other."""
+    model, batch, u = model_of(), examples(), torch.tensor([0.1, 0.5, 0.9])
     objective = SelfObjective(model, K, BUDGET, SEED, learn_denoiser=True)
-    weights, u = list(model.denoiser.parameters()), torch.tensor([0.1, 0.5, 0.9])
+    weights, price = list(model.denoiser.parameters()), torch.ones(3, dtype=torch.float64)
+    budget = torch.tensor([4, 2, 3])
+    orders = objective.orders(batch, IDS, budget, price)
+    steps = orders.holds_mask[..., 0].sum(0)
+    total = torch.zeros(3, dtype=torch.float64)
+    for row in range(3):
+        at = orders.revealed_at[row, 0]
+        assert sorted(set(at[at >= 0].tolist())) == list(range(steps[row])), "every step reveals something"
+        assert ((at >= 0) == batch.response[row]).all()
+        for index in range(steps[row]):
+            draw = torch.full((3,), (index + 0.5) / int(steps[row]), dtype=torch.float64)
+            monkeypatch.setattr("unmask.training.self_posterior.uniforms", lambda *_, draw=draw, **__: draw)
+            total[row] = total[row] + objective._one_step(batch, IDS, orders)[row] / steps[row]
+    monkeypatch.undo()
+    assert torch.allclose(total, orders.gain[..., 0].sum(0))
     found = torch.autograd.grad(objective(batch, IDS, u).loss, weights)
-    price = (math.log(PRICES[0]) + u.double() * math.log(PRICES[1] / PRICES[0])).exp()
-    gain = objective.orders(batch, IDS, objective._budgets(IDS), price.float()).gain.sum(0).mean(-1)
-    expected = torch.autograd.grad(-(gain / batch.num_response).mean(), weights)
-    torch.testing.assert_close(found, expected)
+    drawn = objective.orders(batch, IDS, objective._budgets(IDS), prices_of(u))
+    expected = -(objective._one_step(batch, IDS, drawn) / batch.num_response).mean()
+    torch.testing.assert_close(found, torch.autograd.grad(expected, weights))
+
+
+def prices_of(u):
+    return (math.log(PRICES[0]) + u.double() * math.log(PRICES[1] / PRICES[0])).exp().float()
 
 
 @pytest.mark.parametrize(

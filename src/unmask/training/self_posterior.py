@@ -28,11 +28,12 @@ _WHOLE_STEP = 2**31  # the position that names the one draw of a whole step
 class Orders(NamedTuple):
     """What k trajectories of each sequence earned and decided at every step: [T, B, k], the last step t = 0 first."""
 
-    gain: Tensor  # g_t, with its graph where the denoiser learns
+    gain: Tensor  # g_t
     expected: Tensor  # E[g_t | x_{t+1}] with the selector's graph; 0 where nothing was decided
     log_p: Tensor  # log P(r_t | x_{t+1}), likewise
     holds_mask: Tensor  # bool: x_{t+1} holds a mask
     tokens: Tensor  # [B, k, L]: the true ones, or with a checker those that were written
+    revealed_at: Tensor  # [B, k, L]: the number of the step, from 0; -1 where given
     deviation: Tensor | None = None  # log P - log P_ref of r_t, without a graph, where there is a reference
 
 
@@ -46,6 +47,7 @@ class SelfObjective(nn.Module):
     reference_weight: of the KL from the selector's start, f = 0, which is a rule; 0: none.
 
     The selector's graph is recomputed step by step in the backward pass: only what it reads is kept.
+    learn_denoiser: it learns from one of the states that each sequence visits, S g_t for t uniform among S steps.
     """
 
     seed_word: Tensor
@@ -89,16 +91,28 @@ class SelfObjective(nn.Module):
         estimate = estimate_self(
             orders.gain, orders.expected, orders.log_p, orders.holds_mask, price, reward, penalty=penalty
         )
+        loss = estimate.loss - self._one_step(examples, ids, orders) if self.learn_denoiser else estimate.loss
         # The likelihood is per token, as everywhere; a reward is that of a sequence.
         unit = to_device(examples.num_response, device) if reward is None else torch.ones_like(price)  # [B]
         metrics = {"value": (estimate.value / unit).mean(), "q_steps": steps.mean()}
         if orders.deviation is not None:
             metrics["reference_kl"] = (orders.deviation.sum(0).mean(-1) / unit).mean()
         if reward is None:
-            metrics["elbo"] = (orders.gain.detach().sum(0).mean(-1) / unit).mean()
+            metrics["elbo"] = (orders.gain.sum(0).mean(-1) / unit).mean()
         else:
             metrics["reward"] = reward.mean()
-        return Outcome((estimate.loss / unit).mean(), metrics)
+        return Outcome((loss / unit).mean(), metrics)
+
+    def _one_step(self, examples: Examples, ids: Tensor, orders: Orders) -> Tensor:
+        """S g_t [B] with the denoiser's graph, for a step of the first trajectory that is uniform among its S.
+
+        Its mean over the steps is sum_t g_t.
+        """
+        steps, at = orders.holds_mask[..., 0].sum(0), orders.revealed_at[:, 0]  # [B], [B, L]
+        index = (steps * uniforms(self.seed, Purpose.STATE, ids, dtype=torch.float64)).long()[:, None]
+        examples, layout = with_layout(examples, self.model)
+        log_mu = read_denoiser(self.model.denoiser, examples.tokens, at >= index, layout).log_mu
+        return steps * torch.where(at == index, log_mu, 0.0).sum(-1)
 
     def _budgets(self, ids: Tensor) -> Tensor:
         """[B]."""
@@ -116,6 +130,7 @@ class SelfObjective(nn.Module):
         assert selector is not None
         tokens, masked = (part.repeat_interleave(k, 0) for part in (examples.tokens, examples.response))  # [B k, L]
         num_masked = examples.num_response.repeat_interleave(k)  # [B k], on the CPU
+        revealed_at = torch.full_like(tokens, -1)
         steps: list[list[Tensor]] = []
         for index in range(int(budget.max())):
             rows = num_masked.nonzero()[:, 0]  # [R]
@@ -143,11 +158,12 @@ class SelfObjective(nn.Module):
             steps.append([scatter(part, there, (size,)) for part in parts])
             if self.checker is not None:
                 tokens[there] = torch.where(reveal, proposed, tokens[there])
-            masked[there] = at & ~reveal
+            masked[there], revealed_at[there] = at & ~reveal, torch.where(reveal, index, revealed_at[there])
             num_masked = masked.sum(-1).cpu()  # the device is waited for
         told = (torch.stack(part[::-1]).view(len(part), -1, k) for part in zip(*steps, strict=True))
         gain, expected, log_p, holds_mask, *deviation = told
-        return Orders(gain, expected, log_p, holds_mask, tokens.view(-1, k, tokens.shape[-1]), *deviation)
+        written = (part.view(-1, k, tokens.shape[-1]) for part in (tokens, revealed_at))
+        return Orders(gain, expected, log_p, holds_mask, *written, *deviation)
 
     def _ask(
         self,
@@ -167,7 +183,7 @@ class SelfObjective(nn.Module):
         model = self.model
         assert model.selector is not None
         examples, layout = with_layout(examples, model)
-        with torch.set_grad_enabled(self.learn_denoiser and torch.is_grad_enabled()):
+        with torch.no_grad():
             reading = read_denoiser(model.denoiser, tokens, masked, layout, num_masked)
             log_mu, seen = self.read(reading.logits, reading.truth)
         proposed = tokens
@@ -217,6 +233,6 @@ def _decide(
     draws = uniforms(seed, Purpose.TRAJECTORY, *words[..., None], position, dtype=torch.float64)  # [R, L + 1]
     reveal = masked & (forced[:, None] | selection.sample(logits.detach(), masked, draws))
     gained = torch.where(reveal, log_mu, 0.0).sum(-1)
-    expected = (selection.marginal(logits, masked) * log_mu.detach()).sum(-1)
+    expected = (selection.marginal(logits, masked) * log_mu).sum(-1)
     decided = selection.log_prob(reveal, logits, masked)
     return reveal, gained, torch.where(forced, 0.0, expected), torch.where(forced, 0.0, decided)
