@@ -133,9 +133,10 @@ def test_gains_and_area_by_hand():
 def test_steps_needed_and_rules_without_a_cap_by_hand():
     """One token per step is 0.75 here, of which 2/3 is 0.5: the best rule has that at 3 steps, the order at 2.5."""
     one_by_one = result("top-prob", 9, "11111100", [9] * 8)
-    (curve,) = compared_curves([*ORDERS, *RULES, one_by_one])
+    longer = order("learned(price=0.01,deterministic)", 12, "11111100", 6)  # its cap is not one of a rule
+    (curve,) = compared_curves([*ORDERS, *RULES, one_by_one, longer])
     (row,) = needed_table([curve], share=2 / 3).rows
-    assert row[1:] == ["75.0", "3.00", "2.50 (2.50)"]
+    assert row[1:] == ["75.0 @ 9", "3.00", "2.50 (2.50)"]
     (row,) = needed_table([curve], share=1.2).rows
     assert row[2:] == ["not reached", "not reached (–)"], "0.9 is above both"
     table = curve_table(curve)
@@ -267,7 +268,7 @@ def test_the_default_sweep():
     """So many points for an order of ten steps, prices within their range, the cap part of the sweep for all."""
     selector = SimpleNamespace(budget=10, prices=(0.0123456, 2.0))
     plan = sweep(selector, [], [], 72)
-    assert len(plan) == len(planned(selector, [], [], 72)) == 122
+    assert len(plan) == len(planned(selector, [], [], 72)) == 130
     learned = [(rule, cap) for rule, cap in plan if family(rule.name) == "learned"]
     assert {cap for _, cap in learned} == {2, 3, 4, 5, 6, 8, 10}
     prices = sorted(rule.price for rule, cap in learned if cap == 10)

@@ -29,7 +29,7 @@ from unmask.jsonl import ResultsError, sealed, unsealed
 CAPS = (2, 3, 4, 5, 6, 8, 16, 32)
 AT_EVERY_CAP = (
     *("threshold:0.9", "threshold:0.95", "threshold:0.99", "threshold(0.9,paced)", "threshold(0.98,paced)"),
-    *("factor:0.5", "eb:0.03", "klass(0.9,0.01,1)", "top-prob", "margin"),
+    *("factor:0.5", "eb:0.03", "klass(0.9,0.01,1)", "top-prob", "margin", "iid"),
 )
 AT_THE_LARGEST = (
     *("threshold:0.5", "threshold:0.7", "threshold:0.8", "threshold:0.98", "threshold:0.995"),

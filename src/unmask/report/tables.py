@@ -301,8 +301,9 @@ def curve_verdict(curve: Curve) -> str:
 
 def curve_table(curve: Curve) -> ResultTable:
     """The learned order against the best rule at equal mean steps."""
-    largest = max(point.cap for point in curve.points)
-    free = frontier(point for point in curve.points if point.family != "learned" and point.cap == largest)
+    rules = [point for point in curve.points if point.family != "learned"]
+    largest = max(point.cap for point in rules)
+    free = frontier(point for point in rules if point.cap == largest)
     readings = [(f"{at.steps:.2f}", at.reading) for at in curve.at]
     readings += [(f"mean, {curve.start:.2f} to {curve.stop:.2f}", curve.mean)] if curve.mean else []
     rows = []
@@ -337,13 +338,13 @@ def _interval(low: float | None, high: float | None) -> str:
 
 
 def needed_table(compared: Sequence[Curve], share: float = 0.95) -> ResultTable:
-    """Mean steps that the best rule and the order need for a share of the score at one token per step."""
+    """Mean steps that the best rule and the order need for a share of the score of fixed counts in the most steps."""
     rows = []
     for curve in compared:
         rules = [point for point in curve.points if point.family != "learned"]
         largest = max(point.cap for point in rules)
         one_by_one = [p.score for p in rules if p.family in ("top-prob", "margin") and p.cap == largest]
-        if not one_by_one:
+        if not any(one_by_one):
             continue
         target = share * max(one_by_one)
         orders = [frontier(p for p in curve.points if p.family == "learned" and p.seed == s) for s in curve.seeds]
@@ -352,11 +353,11 @@ def needed_table(compared: Sequence[Curve], share: float = 0.95) -> ResultTable:
         told = f"{sum(reached) / len(reached):.2f}" if reached and len(reached) == len(learned) else "not reached"
         told += f" ({', '.join('–' if steps is None else f'{steps:.2f}' for steps in learned)})" if learned else ""
         rule = steps_for(frontier(rules), target)
-        rows.append(
-            [f"{curve.task}, {curve.model}", _score(max(one_by_one)), f"{rule:.2f}" if rule else "not reached", told]
-        )
-    headings = ["task", "one token per step", "best rule", "learned"]
+        needed = "not reached" if rule is None else f"{rule:.2f}"
+        rows.append([f"{curve.task}, {curve.model}", f"{_score(max(one_by_one))} @ {largest}", needed, told])
+    headings = ["task", "top-prob or margin", "best rule", "learned"]
     legend = (
-        f"Mean steps for {share:.0%} of the score at one token per step; of the order the mean over seeds, and each."
+        f"Mean steps for {share:.0%} of the better score of top-prob and margin @ the most steps that were run. "
+        "Learned: the mean over seeds, and each."
     )
     return ResultTable("steps needed", legend, headings, rows)
