@@ -149,6 +149,17 @@ def test_splits_have_parts_of_their_own(folder):
     assert "entropy" not in test, "the gains of the other split"
 
 
+def test_tasks_have_parts_of_their_own(folder, tmp_path):
+    append_records(folder / "small.jsonl", [record("top-prob", None, task="chain", score=0.97)])
+    write_page(tmp_path / "page.md", folder)
+    text = (tmp_path / "page.md").read_text()
+    chain = text.split("## 30m: new-numbers, chain\n")[1].split("\n## ")[0]
+    assert "97.0" in chain
+    assert "entropy" not in chain, "the gains of the other task"
+    assert "(page/small-new-numbers-gsm8k.svg)" in text
+    assert "(page/small-new-numbers-chain.svg)" in chain
+
+
 def test_what_was_evaluated_otherwise_is_not_mixed_in(folder, tmp_path):
     """A rule on 1,000 problems, or at another temperature, is in a part of its own, beside no gain of the others."""
     few = record("top-prob", None, num_examples=1000, score=0.99)

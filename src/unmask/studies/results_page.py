@@ -124,11 +124,13 @@ _SHARED = tuple(name for name in COMPARED if name in Gain.__dataclass_fields__)
 
 def _parts(results: Results) -> list[Part]:
     groups = grouped(results.records, lambda record: record.spec.setting).values()
+    several = len({record.spec.task for record in results.records}) > 1
     found = []
     for records in groups:
-        split = records[0].spec.split
-        ways = [group[0] for group in groups if group[0].spec.split == split]
+        task, split = records[0].spec.task, records[0].spec.split
+        ways = [group[0] for group in groups if (group[0].spec.task, group[0].spec.split) == (task, split)]
         how = [way for way in distinctions(records[0], ways) if not way.startswith("order of seed")]
+        how += [task] if several else []
         models = ", ".join(sorted({record.spec.model for record in records}))
         name = "-".join([results.name, split, *how]).replace(" ", "-")
         found.append(Part(f"{models}: {', '.join([split, *how])}", f"{name}.svg", records))
