@@ -136,12 +136,44 @@ def test_steps_needed_and_rules_without_a_cap_by_hand():
     longer = order("learned(price=0.01,deterministic)", 12, "11111100", 6)  # its cap is not one of a rule
     (curve,) = compared_curves([*ORDERS, *RULES, one_by_one, longer])
     (row,) = needed_table([curve], share=2 / 3).rows
-    assert row[1:] == ["75.0 @ 9", "3.00", "2.50 (2.50)"]
+    assert row[1:] == ["9", "75.0", "3.00", "2.50 (2.50)"]
     (row,) = needed_table([curve], share=1.2).rows
-    assert row[2:] == ["not reached", "not reached (–)"], "0.9 is above both"
+    assert row[3:] == ["not reached", "not reached (–)"], "0.9 is above both"
     table = curve_table(curve)
     alone = {row[0]: row[table.headings.index("no cap")] for row in table.rows}
     assert (alone["4.00"], alone["5.00"], alone["highest"]) == ("–", "75.0", "75.0"), "its first point is at 5 steps"
+
+
+def test_rules_without_a_cap_where_the_order_has_more_steps():
+    """The order's own cap is none of the rules."""
+    longer = [order("learned(price=0.1,deterministic)", 16, "11111110", 4)]
+    (curve,) = compared_curves([*longer, *RULES])
+    table = curve_table(curve)
+    assert {row[0]: row[table.headings.index("no cap")] for row in table.rows}["highest"] == "75.0"
+
+
+def test_steps_needed_without_an_order_and_in_several_settings():
+    rules = [*RULES, result("top-prob", 9, "11111100", [9] * 8)]
+    warm = [result("top-prob", 9, "11110000", [9] * 8, temperature=0.5)]
+    rows = needed_table(compared_curves([*rules, *warm]), share=2 / 3).rows
+    assert [row[-1] for row in rows] == ["–", "–"]
+    assert [row[0].rpartition(", ")[2] for row in rows] == ["temperature 1.0", "temperature 0.5"]
+
+
+def test_rules_on_the_denoisers_of_several_seeds_are_not_mixed():
+    """1.0 on one denoiser and 0.5 on the other is 0.75, not the better of them."""
+    seeds = {0: ("a" * 12, "11111111"), 1: ("b" * 12, "11110000")}
+    rules = [result("top-prob", 4, valid, [4] * 8, denoiser=of) for of, valid in seeds.values()]
+    orders = [
+        order("learned(price=2,deterministic)", 4, "11111111", 4, seed, denoiser=of, plain_denoiser=of)
+        for seed, (of, _) in seeds.items()
+    ]
+    (curve,) = compared_curves([*orders, *rules])
+    table = curve_table(curve)
+    assert curve.highest.rule == 0.75
+    assert {row[0]: row[table.headings.index("no cap")] for row in table.rows}["highest"] == "75.0"
+    (row,) = needed_table([curve], share=1.0).rows
+    assert row[1:] == ["4", "75.0", "4.00", "4.00 (4.00, 4.00)"]
 
 
 def test_the_intervals_are_of_the_weighted_verdicts():

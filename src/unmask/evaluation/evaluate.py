@@ -25,7 +25,7 @@ from unmask.models.networks import Denoiser, Selector
 from unmask.models.order_model import OrderModel, weights_hash
 from unmask.runtime import Processes, process_settings
 from unmask.tasks.diversity import distinct_range, sequence_codes
-from unmask.tasks.exact import EXACT, ExactDenoiser
+from unmask.tasks.exact import ExactDenoiser
 from unmask.tasks.task import Examples, Task
 
 BATCH = 250  # sequences per pass
@@ -89,8 +89,8 @@ class Setup:
 
 
 def fingerprint(denoiser: Denoiser | ExactDenoiser) -> str:
-    """What records call a denoiser: by its weights, if it has any."""
-    return EXACT if isinstance(denoiser, ExactDenoiser) else weights_hash(denoiser)
+    """What records call a denoiser: by its weights, or by the task whose posterior it is."""
+    return denoiser.fingerprint if isinstance(denoiser, ExactDenoiser) else weights_hash(denoiser)
 
 
 def device_of(denoiser: Denoiser | ExactDenoiser) -> torch.device:

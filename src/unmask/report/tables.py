@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
 from math import inf
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -14,9 +15,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from unmask.display import in_markup
-from unmask.evaluation.compare import Comparison, area, compare, curves, whole_steps
-from unmask.evaluation.curve import Curve, frontier, height, steps_for
-from unmask.evaluation.records import LABELS, Record
+from unmask.evaluation.compare import NEAR, Comparison, area, compare, curves, whole_steps
+from unmask.evaluation.curve import Curve, Point, frontier, height, steps_for
+from unmask.evaluation.records import LABELS, Record, grouped
 from unmask.recipe import Recipe, continued
 from unmask.tasks.exact import EXACT
 from unmask.tasks.task import Task
@@ -104,7 +105,7 @@ def caption(recipe: Recipe, records: Sequence[Record]) -> str:
             tokens += f", {LABELS[field]} {values(field)}"
     if any(record.spec.eos_policy != "none" for record in records):
         tokens += f", end of sequence: {' and '.join(sorted({record.spec.eos_policy for record in records}))}"
-    if all(record.spec.denoiser == EXACT for record in records):
+    if records and all(record.spec.denoiser.startswith(f"{EXACT}-") for record in records):
         return f"Every rule runs on the exact posterior of the task, in the place of a denoiser. {tokens}."
     if recipe.order is None:
         return f"Every rule runs on the same denoiser, trained without an order. {tokens}."
@@ -270,7 +271,7 @@ CURVE_LEGEND = (
     "mean steps: at most these. best rule, learned: the best mixture of settings of all rules, and of the order. "
     "95%: paired bootstrap over problems and orders, of the gain with the settings as they are. Settings are chosen "
     "after the fact, and the best of many is partly luck; held out: the gain and its 95% interval with settings chosen "
-    "on the other half of the problems. no cap: the best rule that is not cut off after fewer steps."
+    "on the other half of the problems. no cap: the best rule with the most steps of the sweep."
 )
 
 
@@ -301,13 +302,13 @@ def curve_verdict(curve: Curve) -> str:
 
 def curve_table(curve: Curve) -> ResultTable:
     """The learned order against the best rule at equal mean steps."""
-    rules = [point for point in curve.points if point.family != "learned"]
+    rules = _rules(curve)
     largest = max(point.cap for point in rules)
     free = frontier(point for point in rules if point.cap == largest)
-    readings = [(f"{at.steps:.2f}", at.reading) for at in curve.at]
-    readings += [(f"mean, {curve.start:.2f} to {curve.stop:.2f}", curve.mean)] if curve.mean else []
+    readings = [(f"{at.steps:.2f}", at.steps, at.reading) for at in curve.at]
+    readings += [(f"mean, {curve.start:.2f} to {curve.stop:.2f}", -inf, curve.mean)] if curve.mean else []
     rows = []
-    for name, reading in [*readings, ("highest", curve.highest)]:
+    for name, steps, reading in [*readings, ("highest", inf, curve.highest)]:
         rule, learned = _score(reading.rule), "–" if reading.learned is None else _score(reading.learned)
         if name == "highest":
             rule += f" @ {reading.rule_steps:.2f}"
@@ -315,8 +316,7 @@ def curve_table(curve: Curve) -> ResultTable:
         gain = "–" if reading.gain is None else _points(reading.gain)
         apart = f"{_points(reading.held_out[0])} {_interval(*reading.held_out[1:])}" if reading.held_out else "–"
         settings = "" if name.startswith("mean") else ", ".join(reading.settings)
-        known = free and not name.startswith("mean") and (name == "highest" or float(name) >= free[0].mean_steps)
-        alone = _score(height(free, inf if name == "highest" else float(name))) if known else "–"
+        alone = _score(height(free, steps)) if steps >= free[0].mean_steps - NEAR else "–"
         interval = _interval(reading.low, reading.high) or "–"
         rows.append([name, learned, rule, gain, interval, apart, alone, settings])
     counts = [sum((point.family == "learned") == learned for point in curve.points) for learned in (False, True)]
@@ -338,26 +338,39 @@ def _interval(low: float | None, high: float | None) -> str:
 
 
 def needed_table(compared: Sequence[Curve], share: float = 0.95) -> ResultTable:
-    """Mean steps that the best rule and the order need for a share of the score of fixed counts in the most steps."""
+    """Mean steps that the best rule and the order need for a share of the score of fixed counts at the most steps."""
+    settings = ("temperature", "eos_policy", "precision", "num_examples")
+    told_apart = [name for name in settings if len({getattr(curve, name) for curve in compared}) > 1]
     rows = []
     for curve in compared:
-        rules = [point for point in curve.points if point.family != "learned"]
+        rules = _rules(curve)
         largest = max(point.cap for point in rules)
-        one_by_one = [p.score for p in rules if p.family in ("top-prob", "margin") and p.cap == largest]
-        if not any(one_by_one):
+        counted = [p.score for p in rules if p.family in ("top-prob", "margin") and p.cap == largest]
+        if not any(counted):
             continue
-        target = share * max(one_by_one)
+        target = share * max(counted)
         orders = [frontier(p for p in curve.points if p.family == "learned" and p.seed == s) for s in curve.seeds]
         learned = [steps_for(hull, target) for hull in orders]
         reached = [steps for steps in learned if steps is not None]
         told = f"{sum(reached) / len(reached):.2f}" if reached and len(reached) == len(learned) else "not reached"
-        told += f" ({', '.join('–' if steps is None else f'{steps:.2f}' for steps in learned)})" if learned else ""
+        each = ", ".join("–" if steps is None else f"{steps:.2f}" for steps in learned)
         rule = steps_for(frontier(rules), target)
-        needed = "not reached" if rule is None else f"{rule:.2f}"
-        rows.append([f"{curve.task}, {curve.model}", f"{_score(max(one_by_one))} @ {largest}", needed, told])
-    headings = ["task", "top-prob or margin", "best rule", "learned"]
+        names = [curve.task, curve.model, *(["joint"] if curve.joint else [])]
+        names += [f"{LABELS[name]} {getattr(curve, name)}" for name in told_apart]
+        cells = [_score(max(counted)), "not reached" if rule is None else f"{rule:.2f}"]
+        rows.append([", ".join(names), f"{largest}", *cells, f"{told} ({each})" if learned else "–"])
+    headings = ["task", "most steps", "score", "best rule", "learned"]
     legend = (
-        f"Mean steps for {share:.0%} of the better score of top-prob and margin @ the most steps that were run. "
-        "Learned: the mean over seeds, and each."
+        f"Mean steps for {share:.0%} of the score that the better of top-prob and margin has with the most steps, "
+        "which is one token per step where no answer is longer; of the order the mean over seeds, and each."
     )
     return ResultTable("steps needed", legend, headings, rows)
+
+
+def _rules(curve: Curve) -> list[Point]:
+    """The points of the rules; of a rule on several denoisers, those of the seeds, the mean over them."""
+    found = grouped((p for p in curve.points if p.family != "learned"), lambda p: (p.policy, p.cap)).values()
+    return [
+        replace(same[0], mean_steps=fmean(p.mean_steps for p in same), score=fmean(p.score for p in same))
+        for same in found
+    ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
 from unmask.errors import UserError
 from unmask.tasks.task import Task
 
-EXACT = "exact"  # what records call it, as a model and as a denoiser
+EXACT = "exact"  # what records call it as a model; as a denoiser, `fingerprint`
 
 
 class ExactDenoiser:
@@ -19,6 +21,11 @@ class ExactDenoiser:
     def __init__(self, task: Task) -> None:
         self.task, self.mask_token_id = task, len(task.vocabulary)
         self.hidden(task.examples(torch.arange(1), "test").tokens)  # or says that it is not known
+
+    @property
+    def fingerprint(self) -> str:
+        """What stands for its weights in records: another one for every task, with its options."""
+        return f"{EXACT}-{hashlib.sha256(repr(self.task).encode()).hexdigest()[:6]}"
 
     def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """[B, L, V]: the log-probabilities themselves."""
