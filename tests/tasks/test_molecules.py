@@ -179,6 +179,8 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(tmp_path):
     task = task_of(tmp_path, "SMILES,SPLIT\nCC,train\nCN,train\n")
     with pytest.raises(UserError, match=r"no molecule is left for scaffolds: .*, or choose another held_out"):
         task.on_split("scaffolds").examples(torch.arange(1), "test")
+    with pytest.raises(UserError, match=r"no molecule is left for test: "):
+        task.check()  # before anything is trained
     for options, said in [({"held_out": "tset"}, "set held_out to dev, test or scaffolds"), ({"fcd": 1}, "at least 2")]:
         with pytest.raises(UserError, match=said):
             Molecules(**options)

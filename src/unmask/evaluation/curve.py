@@ -67,7 +67,10 @@ def sweep(
 
 
 def _learned_sweep(selector: SelectorNetwork, caps: Sequence[int], sampled: bool) -> list[tuple[Policy, int]]:
-    """Read greedily, at prices that are equally far apart in log price: all with T steps, half of them with fewer."""
+    """Read greedily, at prices that are equally far apart in log price: all with T steps, half of them with fewer.
+
+    Where `sampled`, with T steps also by sampling.
+    """
     T = selector.budget or caps[-1]
     if not selector.prices:
         return [(Learned(selector), T), (Learned(selector, deterministic=True), T)]

@@ -104,7 +104,7 @@ class Statements(Task):
         return known
 
     def metrics(self, tokens: Tensor, examples: Examples) -> dict[str, Tensor]:
-        """novel: valid, and no training statement.  same, of a span: as it was in the statement."""
+        """novel: valid, and as a text no training statement.  same, of a span: as it was in the statement."""
         known = torch.isin(sequence_codes(_ended(tokens)), self._trained)
         found = {"novel": self.valid(tokens, examples) & ~known}
         return found | ({"same": (tokens == examples.tokens).all(-1)} if self.form == "infill" else {})

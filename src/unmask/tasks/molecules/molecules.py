@@ -45,7 +45,8 @@ class Molecules(Task):
 
         train      the file's, or those of MOSES
         dev        one in a hundred of them, held out
-        test       the file's, or one in ten of a file without the column SPLIT
+        test       the file's, or one in ten of a file without the column SPLIT; by the text, so that a molecule that
+                   the file writes in two ways may be in two splits
         scaffolds  the split test_scaffolds of MOSES: their ring systems are not in train
 
     The vocabulary is that of train.  An answer is what stands before its first EOS, and valid if rdkit can read it.
@@ -78,6 +79,10 @@ class Molecules(Task):
         tokenizer = Tokenizer(models.WordLevel(self._ids, unk_token=_EOS_NAME))
         tokenizer.decoder = decoders.Fuse()
         return tokenizer
+
+    def check(self) -> None:
+        self._rows(self.held_out)
+        super().check()
 
     @property
     def test_examples(self) -> int:
