@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -28,6 +29,8 @@ class Denoiser(nn.Module):
     """
 
     keeps_no_tensors = True  # no pass leaves a tensor behind in the module: safe in inference mode
+    eos_token_id: int | None = None  # its task knows it
+    tokenizer: Tokenizer | None = None  # set by `load_denoiser`
 
     def __init__(self, config: BackboneConfig, vocab_size: int, tied_head: bool = False, shift: bool = False) -> None:
         super().__init__()
@@ -40,6 +43,10 @@ class Denoiser(nn.Module):
     @property
     def mask_token_id(self) -> int:
         return self.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        return self.backbone.config.max_length
 
     def hidden(self, tokens: Tensor, attention_mask: Tensor | Layout | None = None) -> Tensor:
         """Hidden states [B, L, D] of tokens [B, L]: at each position the one that `logits` reads its token from."""
