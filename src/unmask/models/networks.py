@@ -66,6 +66,13 @@ class Denoiser(nn.Module):
         return self.logits(self.hidden(tokens, attention_mask))
 
 
+def without_mask(logits: Tensor, mask_token_id: int) -> Tensor:
+    """Logits [..., V] with no mass on the mask token, for a head that has it."""
+    if mask_token_id >= logits.shape[-1]:
+        return logits
+    return logits.index_fill(-1, torch.tensor([mask_token_id], device=logits.device), -torch.inf)
+
+
 def shift_right(hidden: Tensor, layout: Layout) -> Tensor:
     """[B, L, D]: at each position the hidden state of the position before it; a sequence's first token keeps its own.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from unmask import files
-from unmask.decoding.denoiser import AnyDenoiser
 from unmask.display import say
 from unmask.errors import UserError, require
 from unmask.jsonl import parse_json
-from unmask.models.importers.pretrained import Source, read_by_transformers
-from unmask.models.networks import Denoiser
+from unmask.models.importers.llada import load_llada
+from unmask.models.importers.pretrained import Source, first_ten, read_by_transformers
+from unmask.models.networks import Denoiser, without_mask
 from unmask.models.order_model import OrderModel
 
 if TYPE_CHECKING:
@@ -38,22 +38,29 @@ _BESIDE = re.compile(r"(^|\.)(pooler|seq_relationship|position_ids)(\.|$)")
 _TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "sentencepiece.bpe.model")
 
 
-class LoadedDenoiser(AnyDenoiser, Protocol):
-    """A denoiser, and what is known about it; None: not known."""
+class LoadedDenoiser(Protocol):
+    """A denoiser for `generate`, and what is known about it; None: not known."""
 
     eos_token_id: int | None
     tokenizer: Any  # of transformers, or of tokenizers for a run of unmask
 
     @property
+    def mask_token_id(self) -> int: ...
+
+    @property
     def context_length(self) -> int | None: ...
+
+    def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 def load_denoiser(source: Any, *, mask_token_id: int | None = None, tokenizer: Any = None) -> LoadedDenoiser:
     """A denoiser for `generate`, in eval mode.
 
     source: a run folder of unmask; a masked language model of transformers (`AutoModelForMaskedLM`), as a folder or
-        loaded; or any module or function that gives logits [B, L, V] from tokens [B, L] and attention_mask [B, L] bool
-        (False on padding, which is on the right; None: no padding).
+        loaded; a folder of LLaDA; or any module or function that gives logits [B, L, V] from tokens [B, L] and
+        attention_mask [B, L] bool (False on padding, which is on the right; None: no padding).
     mask_token_id: needed where no tokenizer says it.
     tokenizer: of transformers; for a folder, the one in it by default.
 
@@ -63,12 +70,19 @@ def load_denoiser(source: Any, *, mask_token_id: int | None = None, tokenizer: A
     """
     if isinstance(source, str | Path):
         folder = Path(source).expanduser()
-        if _is_run(folder):
+        values, place = _config_of(folder), Source(str(source), folder, None)
+        if files.is_ours(folder) or "format_version" in values:
             source = OrderModel.from_pretrained(folder)
+        elif "model_type" not in values:
+            raise UserError(
+                f"{folder} holds no model: give the folder of a finished run of `unmask train`, or one that "
+                "transformers saved"
+            )
         else:
-            place = Source(str(source), folder, None)
             if tokenizer is None and any((folder / name).is_file() for name in _TOKENIZERS):
                 tokenizer = read_by_transformers(place, "AutoTokenizer")  # without a file it would make one up
+            if values["model_type"] == "llada":
+                return load_llada(folder, values, mask_token_id, tokenizer)
             source = _read_masked(place)
     if isinstance(source, OrderModel):
         source.denoiser.tokenizer = source.tokenizer
@@ -104,7 +118,7 @@ class LogitsDenoiser(nn.Module):
         return logits
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return _without_mask(hidden, self.mask_token_id)
+        return without_mask(hidden, self.mask_token_id)
 
 
 class MaskedLanguageModel(nn.Module):
@@ -160,14 +174,7 @@ class MaskedLanguageModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         for name in self.head:
             hidden = getattr(self.model, name)(hidden)
-        return _without_mask(hidden, self.mask_token_id)
-
-
-def _without_mask(logits: Tensor, mask_token_id: int) -> Tensor:
-    """The mask token is never written: no mass, where the head has it."""
-    if mask_token_id >= logits.shape[-1]:
-        return logits
-    return logits.index_fill(-1, torch.tensor([mask_token_id], device=logits.device), -torch.inf)
+        return without_mask(hidden, self.mask_token_id)
 
 
 def _mask_id(given: int | None, tokenizer: Any) -> int:
@@ -190,19 +197,13 @@ def _eos_id(tokenizer: Any) -> int | None:
     return getattr(tokenizer, "sep_token_id", None) if eos is None else eos
 
 
-def _is_run(folder: Path) -> bool:
-    """Whether a folder holds a model of unmask, or else one of transformers."""
+def _config_of(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder; empty where there is none."""
     try:
         values = parse_json((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        values = None
-    if files.is_ours(folder) or (isinstance(values, dict) and "format_version" in values):
-        return True
-    if isinstance(values, dict) and "model_type" in values:
-        return False
-    raise UserError(
-        f"{folder} holds no model: give the folder of a finished run of `unmask train`, or one that transformers saved"
-    )
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _read_masked(source: Source) -> PreTrainedModel:
@@ -218,13 +219,8 @@ def _read_masked(source: Source) -> PreTrainedModel:
     surplus = {key for key in found["unexpected_keys"] if not _BESIDE.search(key)}
     for keys, what in ((found["missing_keys"], "lacks"), (surplus, "does not fit its config.json: it has also")):
         if keys:
-            raise UserError(f"the checkpoint of {source.name} {what} {len(keys)} weights: {_first_ten(keys)}")
+            raise UserError(f"the checkpoint of {source.name} {what} {len(keys)} weights: {first_ten(keys)}")
     return model
-
-
-def _first_ten(keys: Iterable[str]) -> str:
-    ordered = sorted(keys)
-    return ", ".join(ordered[:10]) + (", ..." if len(ordered) > 10 else "")
 
 
 def _check_masked(model: PreTrainedModel) -> None:

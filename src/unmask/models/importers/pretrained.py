@@ -5,6 +5,7 @@ A source is a folder in the format of Hugging Face, a GGUF file, or a name of PA
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -138,6 +139,11 @@ def _eos(folder: Path, tokenizer: Tokenizer) -> str | None:
         if index is not None:
             return tokenizer.id_to_token(index[0] if isinstance(index, list) else index)
     return None
+
+
+def first_ten(keys: Iterable[str]) -> str:
+    ordered = sorted(keys)
+    return ", ".join(ordered[:10]) + (", ..." if len(ordered) > 10 else "")
 
 
 def _first_line(error: BaseException) -> str:
