@@ -70,7 +70,8 @@ def without_mask(logits: Tensor, mask_token_id: int) -> Tensor:
     """Logits [..., V] with no mass on the mask token, for a head that has it."""
     if mask_token_id >= logits.shape[-1]:
         return logits
-    return logits.index_fill(-1, torch.tensor([mask_token_id], device=logits.device), -torch.inf)
+    at = torch.full((1,), mask_token_id, device=logits.device)  # no copy from the host, which a CUDA graph forbids
+    return logits.index_fill(-1, at, -torch.inf)
 
 
 def shift_right(hidden: Tensor, layout: Layout) -> Tensor:
