@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from unmask.decoding.tokens import TokenChoice
     from unmask.evaluation.plan import evaluate
     from unmask.models.importers.causal import adapt_causal
+    from unmask.models.importers.masked import load_denoiser
     from unmask.models.importers.pretrained import load_causal
     from unmask.models.importers.vocabulary import cut_tokenizer
     from unmask.models.order_model import OrderModel
@@ -33,6 +34,7 @@ _HOMES = {
     "adapt_causal": "unmask.models.importers.causal",
     "cut_tokenizer": "unmask.models.importers.vocabulary",
     "load_causal": "unmask.models.importers.pretrained",
+    "load_denoiser": "unmask.models.importers.masked",
     "Engine": "unmask.decoding.generate",
     "TokenChoice": "unmask.decoding.tokens",
     "generate": "unmask.decoding.generate",
@@ -55,6 +57,7 @@ __all__ = [
     "evaluate",
     "generate",
     "load_causal",
+    "load_denoiser",
     "load_recipe",
     "make_task",
     "policies",

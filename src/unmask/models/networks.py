@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -28,6 +29,8 @@ class Denoiser(nn.Module):
     """
 
     keeps_no_tensors = True  # no pass leaves a tensor behind in the module: safe in inference mode
+    eos_token_id: int | None = None  # its task knows it
+    tokenizer: Tokenizer | None = None  # set by `load_denoiser`
 
     def __init__(self, config: BackboneConfig, vocab_size: int, tied_head: bool = False, shift: bool = False) -> None:
         super().__init__()
@@ -40,6 +43,10 @@ class Denoiser(nn.Module):
     @property
     def mask_token_id(self) -> int:
         return self.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        return self.backbone.config.max_length
 
     def hidden(self, tokens: Tensor, attention_mask: Tensor | Layout | None = None) -> Tensor:
         """Hidden states [B, L, D] of tokens [B, L]: at each position the one that `logits` reads its token from."""
@@ -57,6 +64,14 @@ class Denoiser(nn.Module):
 
     def forward(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return self.logits(self.hidden(tokens, attention_mask))
+
+
+def without_mask(logits: Tensor, mask_token_id: int) -> Tensor:
+    """Logits [..., V] with no mass on the mask token, for a head that has it."""
+    if mask_token_id >= logits.shape[-1]:
+        return logits
+    at = torch.full((1,), mask_token_id, device=logits.device)  # no copy from the host, which a CUDA graph forbids
+    return logits.index_fill(-1, at, -torch.inf)
 
 
 def shift_right(hidden: Tensor, layout: Layout) -> Tensor:

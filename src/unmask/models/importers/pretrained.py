@@ -5,6 +5,7 @@ A source is a folder in the format of Hugging Face, a GGUF file, or a name of PA
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -75,7 +76,7 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
     source = find_source(name)
     tokenizer = _tokenizer(source)
     if source.gguf:  # its tokenizer may say the beginning of text instead: transformers 5.17 mixes them up
-        index = _read(source, "AutoConfig").eos_token_id
+        index = read_by_transformers(source, "AutoConfig").eos_token_id
         eos = None if index is None else tokenizer.id_to_token(index)
     else:
         eos = _eos(source.folder, tokenizer)
@@ -88,13 +89,14 @@ def load_causal(name: str | Path) -> Causal:
     """The model of a source in float32, with its tokenizer."""
     source = find_source(name)
     say(f"reading {name}" + (", about half a minute" if source.gguf else ""), err=True)
-    model = _read(source, "AutoModelForCausalLM", dtype=torch.float32)
+    model = read_by_transformers(source, "AutoModelForCausalLM", dtype=torch.float32)
     return Causal(model, _tokenizer(source))
 
 
 def _tokenizer(source: Source) -> Tokenizer:
     if source.gguf:
-        tokenizer: Tokenizer = _read(source, "PreTrainedTokenizerFast").backend_tokenizer  # Auto- would read it twice
+        read = read_by_transformers(source, "PreTrainedTokenizerFast")  # Auto- would read it twice
+        tokenizer: Tokenizer = read.backend_tokenizer
         return tokenizer
     path = source.folder / "tokenizer.json"
     if not path.is_file():
@@ -105,7 +107,8 @@ def _tokenizer(source: Source) -> Tokenizer:
         raise UserError(f"{path} is no tokenizer: {_first_line(error)}") from None
 
 
-def _read(source: Source, cls: str, **options: Any) -> Any:
+def read_by_transformers(source: Source, cls: str, **options: Any) -> Any:
+    """What `cls`.from_pretrained makes of a source; code that comes with it is not run."""
     needed = ("transformers", "gguf") if source.gguf else ("transformers",)
     if missing := [package for package in needed if find_spec(package) is None]:
         raise UserError(f"{source.name} is read by {' and '.join(missing)}: pip install 'unmask[pretrained]'")
@@ -136,6 +139,11 @@ def _eos(folder: Path, tokenizer: Tokenizer) -> str | None:
         if index is not None:
             return tokenizer.id_to_token(index[0] if isinstance(index, list) else index)
     return None
+
+
+def first_ten(keys: Iterable[str]) -> str:
+    ordered = sorted(keys)
+    return ", ".join(ordered[:10]) + (", ..." if len(ordered) > 10 else "")
 
 
 def _first_line(error: BaseException) -> str:
