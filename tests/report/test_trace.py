@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordPiece
 from torch import nn
 
 from tests.studies.test_study import DENOISER
@@ -18,6 +20,7 @@ from unmask.decoding.tokens import TokenChoice
 from unmask.report.trace import MASK, PROMPT, Span, picture, print_legend, spans, write
 from unmask.tasks.gsm8k.gsm8k import GSM8K
 from unmask.tasks.puzzles.groups import Groups
+from unmask.tasks.text.text import Text
 
 ANSWER = "<<40-4=36>> #### 36"
 
@@ -212,3 +215,24 @@ def test_examples_are_found_by_what_comes_of_them(run, call, refused, monkeypatc
         assert "--find takes right or wrong for each --policy" in refused(*words, "--find", wrong)
     assert "has the examples 0 to 1: no --example 7" in refused(*words, "--example", "7")
     assert "no held-out split 'tset'; did you mean 'test'?" in refused("sample", run, "--split", "tset")
+
+
+def test_bytes_are_shown_as_text():
+    """The bytes of a letter are one span; where one is missing they are no letter."""
+    task, mask = Text(prompt="q", response="a"), 257
+    e, t = list("é".encode()), list(b"t")
+    assert spans(task, [*t, *e, *t, 256], [0, 2, 1, 0, 3]) == [
+        *(Span("t", 0), Span("é", 2), Span("t", 0), Span("░", 3, is_end=True)),
+    ]
+    for broken, shown in (([e[0], mask], "\ufffd·"), ([mask, e[1]], "·\ufffd"), ([e[0], 256], "\ufffd░")):
+        assert text(spans(task, [*t, *broken, *t], [0] * 4)) == f"t{shown}t"
+    smile = list("\U0001f600".encode())
+    assert text(spans(task, smile + smile[:3], [0] * 7)) == "\U0001f600" + "\ufffd" * 3
+
+
+def test_words_keep_the_spaces_between_them(tmp_path):
+    words = Tokenizer(WordPiece({"un": 0, "##mask": 1, "it": 2}, unk_token="it"))
+    words.decoder = decoders.WordPiece()
+    words.save(str(tmp_path / "words.json"))
+    task = Text(tokenizer=str(tmp_path / "words.json"))
+    assert text(spans(task, [0, 1, 2, 2, 3, 2], [0] * 6)) == "unmask it it·it"

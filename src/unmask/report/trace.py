@@ -24,6 +24,7 @@ from unmask.progress import watched
 from unmask.tasks.task import Task
 
 MASK, END = "·", "░"
+BROKEN, LETTER = "\ufffd", 4  # what a decoder writes for a part of a letter, and the most bytes of one
 PICTURE = "<!-- written by unmask sample -->"  # a file with this may be replaced
 PROMPT = -1  # the step of what was given
 SEARCHED = 1000  # examples that are searched where a task has no end of them
@@ -151,16 +152,24 @@ def write(
 
 def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
     """Tokens as they read.  Those of a text follow one another without spaces, and the EOS tokens that fill a response
-    are one mark with their number."""
+    are one mark with their number.  Tokens that are parts of one letter are one span, of the last of their steps."""
     is_text = task.text_tokenizer is not None
-    found = []
-    for token, step in zip(tokens, when, strict=True):
-        if token >= len(task.vocabulary):
+    found, before, i = list[Span](), list[int](), 0  # before: the tokens of the span to the left
+    while i < len(tokens):
+        size = 1
+        if tokens[i] >= len(task.vocabulary):
             found.append(Span(MASK, None))
-        elif is_text and token == task.eos_token_id:
-            found.append(Span(END, step, is_end=True))
+            before = []
+        elif is_text and tokens[i] == task.eos_token_id:
+            found.append(Span(END, when[i], is_end=True))
+            before = []
         else:
-            found.append(Span(visible(task.text([token]).replace("\n", "↵")), step))
+            size = _letter_size(task, tokens[i : i + LETTER])
+            here = list(tokens[i : i + size])
+            shown = _read_after(task, before, here) if is_text else task.text(here)
+            found.append(Span(visible(shown.replace("\n", "↵")), max(when[i : i + size])))
+            before = [] if BROKEN in shown else here
+        i += size
     if not is_text:
         return [span for item in found for span in (item, Span(" ", PROMPT))][:-1]
     *groups, last = [list(group) for _, group in groupby(found, lambda span: span.is_end)]
@@ -168,6 +177,22 @@ def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
         latest = max(span.step or 0 for span in last)
         last = [Span(f"{END}×{len(last)}", latest, is_end=True)]
     return [span for group in (*groups, last) for span in group]
+
+
+def _letter_size(task: Task, tokens: Sequence[int]) -> int:
+    """How many of these tokens make the first whole letter; 1 where they make none."""
+    for size in range(1, len(tokens) + 1):
+        if tokens[size - 1] in (task.eos_token_id, len(task.vocabulary)):
+            break
+        if BROKEN not in task.text(tokens[:size]):
+            return size
+    return 1
+
+
+def _read_after(task: Task, before: Sequence[int], tokens: Sequence[int]) -> str:
+    """How tokens read after those to their left: many tokenizers write spaces only between two."""
+    alone, both = task.text(before), task.text([*before, *tokens])
+    return both[len(alone) :] if before and both.startswith(alone) else task.text(tokens)
 
 
 def outcome(writing: Writing) -> str:
