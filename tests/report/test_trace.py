@@ -17,6 +17,7 @@ from tests.test_cli import call, refused  # noqa: F401
 from tests.test_display import HIDDEN
 from unmask.decoding.policies import LeftToRight, TopProbability
 from unmask.decoding.tokens import TokenChoice
+from unmask.errors import UserError
 from unmask.report.trace import MASK, PROMPT, Span, picture, print_legend, spans, write
 from unmask.tasks.gsm8k.gsm8k import GSM8K
 from unmask.tasks.puzzles.groups import Groups
@@ -236,3 +237,41 @@ def test_words_keep_the_spaces_between_them(tmp_path):
     words.save(str(tmp_path / "words.json"))
     task = Text(tokenizer=str(tmp_path / "words.json"))
     assert text(spans(task, [0, 1, 2, 2, 3, 2], [0] * 6)) == "unmask it it·it"
+
+
+def test_a_prompt_of_the_users_own(run, call, refused, task):  # noqa: F811
+    """As if it were that of a held-out problem, but that nobody knows the answer."""
+    question = TEST[0].question
+    words = ["sample", run, "--policy", "top-prob", "--steps", "2", "--split", "test"]
+    code, shown, err = call(*words, "--prompt", question, "--prompt", "How many?")
+    assert code == 0, err
+    assert question in " ".join(shown.split())
+    assert "1  How many?" in shown
+    assert shown.count("2 steps\n") == 2
+    assert "answer:" not in shown
+    as_held_out = call(*words, "--example", "0")[1]
+    assert as_held_out.splitlines()[-1].replace(", wrong", "") in shown
+    long = refused(*words, "--prompt", "why " * 200)
+    assert re.search(r"the prompt has \d+ tokens, and task gsm8k has room for 100: give a shorter --prompt", long)
+    for other in (["--find", "right"], ["--example", "0"]):
+        assert "--prompt takes the place of examples" in refused(*words, "--prompt", "x", *other)
+    with pytest.raises(UserError, match="task groups takes no prompt of yours"):
+        Groups().prompted("x")
+    drawing = picture([replace(written(task), valid=None, wanted="")])
+    assert "left-to-right: </tspan>" in drawing
+    assert "answer:" not in drawing
+
+
+def test_a_prompt_of_a_text(tmp_path):
+    """With pairs it stands before the response, in texts without prompts it is their beginning."""
+    pair = Text(prompt="q", response="a", length=6, response_length=2).prompted("hé")
+    assert pair.tokens.tolist() == [[256, *"hé".encode(), 256, 256]]
+    assert pair.response.tolist() == [[False] * 4 + [True] * 2]
+    assert pair.attention_mask.tolist() == [[False] + [True] * 5]
+    whole = Text(length=4).prompted("abc")
+    assert whole.tokens.tolist() == [[*b"abc", 0]]
+    assert whole.response.tolist() == [[False] * 3 + [True]]
+    assert whole.attention_mask.all()
+    for task in (Text(length=4), Text(prompt="q", response="a", length=4, response_length=1)):
+        with pytest.raises(UserError, match="the prompt has 4 tokens, and task text has room for 3"):
+            task.prompted("abcd")

@@ -23,7 +23,7 @@ from unmask.models.importers.vocabulary import vocabulary_of
 from unmask.progress import progress
 from unmask.rng import signed
 from unmask.tasks.cache import Ragged, alone_in, cache_folder
-from unmask.tasks.task import LONGEST, Examples, Task, check_range, check_split
+from unmask.tasks.task import LONGEST, Examples, Task, asked, check_range, check_split
 from unmask.tasks.text.shards import FORMAT_VERSION, Hashes, Visits, read_cache, read_texts, write_cache
 
 ENDS = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "[SEP]")  # usual names of an end of text
@@ -124,6 +124,11 @@ class Text(Task):
         tokens = torch.cat([torch.from_numpy(prompts), torch.from_numpy(responses)], dim=1)
         real = place >= first - torch.from_numpy(cached.lengths(2 * rows))[:, None]
         return Examples(tokens, response=(place >= first).repeat(len(ids), 1), attention_mask=real)
+
+    def prompted(self, prompt: str) -> Examples:
+        """Without prompts in the texts, it is the beginning of one that is as long as there is room for."""
+        tokens = self._encoded(prompt)
+        return asked(self, tokens, self._prompt_length or min(len(tokens), self.length - 1))
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
         """Whether exactly the held-out text was generated: there is no other check of a text."""
