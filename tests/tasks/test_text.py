@@ -1,7 +1,9 @@
 """Texts from files: streaming, the cache, the shuffle, and a run that is resumed in the middle of a shard."""
 
 import json
+import math
 import os
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -12,13 +14,14 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
+from tests.test_cli import call, refused  # noqa: F401
 from tests.training.small import contents
 from unmask.errors import UserError
 from unmask.recipe import load_recipe
 from unmask.tasks import make_task
 from unmask.tasks.text import shards as shards_module
 from unmask.tasks.text.shards import Hashes, Visits, read_texts
-from unmask.tasks.text.text import byte_tokenizer
+from unmask.tasks.text.text import Text, byte_tokenizer
 from unmask.training.run import train
 
 LINES = [f"line {i} " + "x" * (i * 7 % 23) for i in range(40)]
@@ -385,3 +388,107 @@ def test_the_options_of_pairs_name_the_cache(tmp_path):
     ):
         pairs(tmp_path, **options).check()
         assert len(list((tmp_path / "cache").glob("*-train"))) == number, options
+
+
+CHECKER = """
+import json
+from pathlib import Path
+
+Path("imported").touch()
+number = 3
+
+
+def check(prompt, response, reference):
+    return (prompt, response, reference) == ("say 4", "4 é!", "4 é!")
+
+
+def broken(prompt, response, reference):
+    return json.loads(response)["a"]
+
+
+def unsure(prompt, response, reference):
+    return 1
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The current folder has pairs, and a module with checkers."""
+    write_pairs(tmp_path / "p.jsonl", PAIRS)
+    (tmp_path / "my_checks.py").write_text(CHECKER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    yield tmp_path
+    sys.modules.pop("my_checks", None)
+
+
+def test_a_checker_is_given_the_three_texts(own):
+    task = pairs(own, checker="my_checks:check")
+    assert not (own / "imported").exists(), "a task that is only named runs no code"
+    task.check()
+    assert task.has_checker
+    assert not pairs(own).has_checker
+    examples = task.examples(torch.arange(2), "test")
+    assert task.valid(examples.tokens, examples).tolist() == [True, False]
+    other = examples.tokens.clone()
+    other[0, 12] += 1
+    assert task.valid(other, examples).tolist() == [False, False]
+    other = examples.tokens.clone()
+    other[0, 11] += 1
+    assert not task.valid(other, examples).any(), "the prompt was changed"
+
+
+def test_a_bad_checker_is_one_line(own):
+    line = CHECKER.splitlines().index('    return json.loads(response)["a"]') + 1
+    examples = pairs(own).examples(torch.arange(1), "test")
+    for name, words in (
+        ("my_checks:number", "checker 'my_checks:number' is no function"),
+        ("my_checks:nothing", "checker 'my_checks:nothing' cannot be imported"),
+        ("my_checks", "write a checker of your own as module:function, such as my_module:check"),
+        ("my_checks:unsure", "checker 'my_checks:unsure' must return True or False, got 1"),
+        ("my_checks:broken", rf"raised JSONDecodeError: .* \({own / 'my_checks.py'}, line {line}\)\Z"),
+    ):
+        task = pairs(own, checker=name)
+        with pytest.raises(UserError, match=words) as caught:
+            (task.check(), task.valid(examples.tokens, examples))
+        assert "\n" not in str(caught.value)
+
+
+def test_how_varied_texts_are(tmp_path):
+    task = Text()
+    assert task.overall(["a b", "a b"]) == {"distinct-2": 0.5, "entropy": round(math.log(2), 6)}
+    assert task.overall(["a", "a", ""]) == {"entropy": 0.0}
+    examples = task.prompted("abc")
+    assert task.codes(torch.full((1, 128), ord("x")), examples) == ["x" * 125]
+
+
+def test_from_training_to_the_report(own, call, refused):  # noqa: F811
+    """Without a checker nothing is said of validity; with one, only who trusts it runs it."""
+    recipe = RECIPE.replace("[abc].*", "p.jsonl").replace("length = 16", 'length = 20\nprompt = "q"\nresponse = "a"')
+    (own / "pairs.toml").write_text(recipe.format(folder=own), encoding="utf-8")
+    assert call("train", "pairs.toml", "--out", "free", "--cpu")[0] == 0
+    options = ["--cpu", "--policy", "iid", "--policy", "top-prob", "--steps", "2", "--examples", "4"]
+    code, shown, err = call("evaluate", "free", *options)
+    assert code == 0, err
+    assert "task.checker" in shown
+    assert "entropy" in shown
+    assert "valid" not in shown
+    assert "area" not in shown
+    assert "2 steps\n" in call("sample", "free", "--num", "1", "--steps", "2")[1]
+    assert call("report", "free")[0] == 0
+    assert "valid" not in (own / "free" / "report.html").read_text(encoding="utf-8")
+    assert "has no checker: give it one" in refused("evaluate", "free", "--cpu", "--curve", "--examples", "4")
+    assert "--find needs a checker" in refused("sample", "free", "--find", "right")
+    checked = ["--set", "task.checker=my_checks:check"]
+    code, shown, err = call("train", "pairs.toml", "--out", "checked", "--cpu", *checked)
+    assert code == 0, err
+    assert "--trust-task" in shown
+    (own / "imported").unlink()
+    sys.modules.pop("my_checks")
+    for command in (["evaluate", "checked", *options], ["sample", "checked"]):
+        assert "names 'my_checks:check', which would import" in refused(*command)
+    assert not (own / "imported").exists()
+    code, shown, err = call("evaluate", "checked", *options, "--trust-task")
+    assert code == 0, err
+    assert " valid " in shown
+    assert "task.checker" not in shown

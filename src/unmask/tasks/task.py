@@ -75,8 +75,6 @@ class Task(ABC):
     with a default.  Only `name`, `vocabulary`, `length`, `examples` and `valid` are required.
     """
 
-    has_checker = True  # False: `valid` is no more than equality with the example, and nothing to learn from
-
     @property
     @abstractmethod
     def name(self) -> str:
@@ -103,6 +101,11 @@ class Task(ABC):
     def prompted(self, prompt: str) -> Examples:
         """One example with a prompt of the user's; what stands in its response is no answer."""
         raise UserError(f"task {self.name} takes no prompt of yours: leave out --prompt")
+
+    @property
+    def has_checker(self) -> bool:
+        """False: `valid` is no more than equality with the example, and nothing to learn from or to report."""
+        return True
 
     def metrics(self, tokens: Tensor, examples: Examples) -> dict[str, Tensor]:
         """Further verdicts on the same tokens, [B] bool each; records hold their means under these names."""

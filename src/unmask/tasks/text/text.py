@@ -5,10 +5,13 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,11 @@ from unmask.display import say
 from unmask.errors import UserError, require
 from unmask.jsonl import parse_json
 from unmask.models.importers.vocabulary import vocabulary_of
+from unmask.own_code import call_own, import_class
 from unmask.progress import progress
 from unmask.rng import signed
 from unmask.tasks.cache import Ragged, alone_in, cache_folder
-from unmask.tasks.task import LONGEST, Examples, Task, asked, check_range, check_split
+from unmask.tasks.task import LONGEST, Examples, Task, asked, check_range, check_split, prompt_kept
 from unmask.tasks.text.shards import FORMAT_VERSION, Hashes, Visits, read_cache, read_texts, write_cache
 
 ENDS = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "[SEP]")  # usual names of an end of text
@@ -52,10 +56,10 @@ class Text(Task):
     test_every: int = 100
     window: int = 65536  # of the shuffle
     bucket: int = 64  # so many consecutive sequences have about the same length; 0: any length
+    checker: str = ""  # module:function(prompt, response, reference) -> bool, of your own; "": nothing is checked
     cache: str = ""  # a folder for the tokens; "": unmask/text in the user's cache
 
     name = "text"
-    has_checker = False
 
     def __post_init__(self) -> None:
         check_range(self, "length", 1, LONGEST)
@@ -130,9 +134,47 @@ class Text(Task):
         tokens = self._encoded(prompt)
         return asked(self, tokens, self._prompt_length or min(len(tokens), self.length - 1))
 
+    @property
+    def has_checker(self) -> bool:
+        return bool(self.checker)
+
+    def check(self) -> None:
+        super().check()
+        require(not self.checker or callable(self._checker), f"checker {self.checker!r} is no function")
+
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
-        """Whether exactly the held-out text was generated: there is no other check of a text."""
-        return ((tokens == examples.tokens) | ~examples.attention_mask).all(-1)
+        """What the checker says; without one, whether exactly the held-out text was generated."""
+        if not self.checker:
+            return ((tokens == examples.tokens) | ~examples.attention_mask).all(-1)
+        right, given = prompt_kept(tokens, examples), examples.attention_mask & ~examples.response
+        parts = (examples.tokens, given), (tokens, examples.response), (examples.tokens, examples.response)
+        for row in right.nonzero()[:, 0].tolist():
+            texts = [self.text(of[row][where[row]].tolist()) for of, where in parts]  # prompt, response, reference
+            found = call_own("checker", self.checker, self._checker, *texts)
+            require(isinstance(found, bool), f"checker {self.checker!r} must return True or False, got {found!r}")
+            right[row] = found
+        return right
+
+    def codes(self, tokens: Tensor, examples: Examples) -> list[str]:
+        """The texts that were generated."""
+        return [self.text(row[here].tolist()) for row, here in zip(tokens, examples.response, strict=True)]
+
+    def overall(self, codes: list[str]) -> dict[str, float]:
+        """How varied the words of all texts are: 0 where they are all the same.
+
+        distinct-2 = different pairs of neighbouring words / pairs        entropy = - sum_w f_w log f_w, in nats
+        """
+        words = [text.split() for text in codes]
+        pairs = [pair for text in words for pair in pairwise(text)]
+        counts = Counter(word for text in words for word in text)
+        shares = [count / counts.total() for count in counts.values()]
+        found = {"distinct-2": round(len(set(pairs)) / len(pairs), 6)} if pairs else {}
+        return found | {"entropy": round(sum(-share * math.log(share) for share in shares), 6)}
+
+    @cached_property
+    def _checker(self) -> Callable[..., Any]:
+        found: Callable[..., Any] = import_class("checker", self.checker)
+        return found
 
     @property
     def _has_prompt(self) -> bool:
