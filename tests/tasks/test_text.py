@@ -381,10 +381,10 @@ def test_bad_pairs_are_one_line(shards, tmp_path):
 
 def test_the_options_of_pairs_name_the_cache(tmp_path):
     write_pairs(tmp_path / "p.jsonl", [{"q": "x", "a": "y", "text": "z"}] * 20)
-    words = {"tokenizer": words_of(tmp_path, "x", "y", "z", "</s>", "stop")}
+    words = {"tokenizer": words_of(tmp_path, "x", "y", "z", "</s>")}
     swapped = {"prompt": "a", "response": "q"}
     for number, options in enumerate(
-        [{}, swapped, {"response_length": 9}, {"prompt": "", "response": ""}, words, {**words, "eos": "stop"}], start=1
+        [{}, swapped, {"response_length": 9}, {"prompt": "", "response": ""}, words], start=1
     ):
         pairs(tmp_path, **options).check()
         assert len(list((tmp_path / "cache").glob("*-train"))) == number, options

@@ -203,7 +203,7 @@ class Text(Task):
     def _splits(self) -> dict[str, Ragged]:
         """The sequences of both splits from the cache, which is made where it is missing or not whole.
 
-        Of a pair, the prompt is one row and the response with its EOS the next.
+        Of a pair, the prompt is one row and the response the next; EOS is put behind it when it is read.
         """
         root = cache_folder(self.cache, self.name)
         hashes = Hashes(root / "hashes.json")
@@ -213,7 +213,7 @@ class Text(Task):
             [hashes.of(path) for path in self.shards],
             [path.suffix == ".jsonl" for path in self.shards],  # what a line means
             *(rules, self.field, self.length, self.test_every),
-            *((self.prompt, self.response, self._prompt_length, self.eos_token_id) if self._has_prompt else ()),
+            *((self.prompt, self.response, self._prompt_length) if self._has_prompt else ()),
         ]
         name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         found = {}
@@ -256,7 +256,7 @@ class Text(Task):
                 if self.eos_token_id is None:
                     yield from (tokens[0][i : i + self.length] for i in range(0, len(tokens[0]), self.length))
                 elif len(tokens[0]) <= self._prompt_length and len(tokens[1]) < self.length - self._prompt_length:
-                    yield from (tokens[0], [*tokens[1], self.eos_token_id])
+                    yield from tokens
                 else:
                     about["left_out"] += 1
 
