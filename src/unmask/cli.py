@@ -514,6 +514,10 @@ def sample(
             show_default=False,
         ),
     ] = "",
+    prompt: Annotated[
+        list[str] | None,
+        Option(help="A text to generate for; may be repeated.", show_default="those of held-out examples"),
+    ] = None,
     split: Split = None,
     temperature: Annotated[float | None, Option(min=0, help="0 is greedy.", show_default="the recipe's")] = None,
     top_p: TopP = 1.0,
@@ -532,7 +536,8 @@ def sample(
         traces.check_picture(svg)
     console, found = Console(highlight=False), list[Any]()
     options: dict[str, Any] = {"split": split, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    for written in traces.sample(run, policy or [], steps, num, example or [], find, trust_task=trust_task, **options):
+    options |= {"prompts": prompt or [], "trust_task": trust_task}
+    for written in traces.sample(run, policy or [], steps, num, example or [], find, **options):
         if not found:
             traces.print_legend(console, written[0])
         traces.print_writings(console, written, trace)

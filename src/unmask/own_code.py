@@ -1,10 +1,11 @@
-"""Code of the user's own: a task or a rule that is named "module:Class".  To import it is to run it."""
+"""Code of the user's own: a task or a rule "module:Class", a checker "module:function".  To import it is to run it."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 import traceback
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from itertools import accumulate
 from typing import Any
@@ -27,10 +28,13 @@ def source_of(name: str) -> str:
 
 
 def import_class(kind: str, name: str) -> Any:
-    """What "module:Class" names; `kind` is "task" or "policy".  The current folder is searched last."""
+    """What "module:Class" names; `kind` is "task", "policy" or "checker".  The current folder is searched last."""
     module, _, cls = name.partition(":")
+    form = (
+        "module:function, such as my_module:check" if kind == "checker" else "module:Class, such as my_module:MyClass"
+    )
     well_formed = all(part.isidentifier() for part in (*module.split("."), cls))
-    require(well_formed, f"{kind} {name!r}: write a {kind} of your own as module:Class, such as my_module:MyClass")
+    require(well_formed, f"{kind} {name!r}: write a {kind} of your own as {form}")
     if "" not in sys.path:
         sys.path.append("")
     try:
@@ -42,3 +46,14 @@ def import_class(kind: str, name: str) -> Any:
         place = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error}"
         raise UserError(f"{kind} {name!r} cannot be imported: {what} ({place.filename}, line {place.lineno})") from None
+
+
+def call_own(kind: str, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of the user's own returns; where it raises, a UserError names the last line in its own file."""
+    try:
+        return function(*arguments)
+    except Exception as error:  # whatever it raises
+        places = traceback.extract_tb(error.__traceback__)[1:] or traceback.extract_tb(error.__traceback__)
+        place = [other for other in places if other.filename == places[0].filename][-1]
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{kind} {name!r} raised {what} ({place.filename}, line {place.lineno})") from None

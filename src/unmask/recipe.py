@@ -283,10 +283,10 @@ class Recipe:
 
     @property
     def own_code(self) -> list[str]:
-        """Each "module:Class" that it names, the task or a rule: to use it is to import the module and run its code."""
+        """Each task, checker or rule of the user's own that it names: to use one is to import a module and run it."""
         from unmask.decoding.policies import own_rules
 
-        names = [str(self.task["name"])] if is_own(str(self.task["name"])) else []
+        names = [name for key in ("name", "checker") if is_own(name := str(self.task.get(key, "")))]
         return [*names, *(name for policy in self.evaluate.policies for name in own_rules(policy))]
 
     @property

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordPiece
 from torch import nn
 
 from tests.studies.test_study import DENOISER
@@ -15,9 +17,11 @@ from tests.test_cli import call, refused  # noqa: F401
 from tests.test_display import HIDDEN
 from unmask.decoding.policies import LeftToRight, TopProbability
 from unmask.decoding.tokens import TokenChoice
+from unmask.errors import UserError
 from unmask.report.trace import MASK, PROMPT, Span, picture, print_legend, spans, write
 from unmask.tasks.gsm8k.gsm8k import GSM8K
 from unmask.tasks.puzzles.groups import Groups
+from unmask.tasks.text.text import Text
 
 ANSWER = "<<40-4=36>> #### 36"
 
@@ -212,3 +216,62 @@ def test_examples_are_found_by_what_comes_of_them(run, call, refused, monkeypatc
         assert "--find takes right or wrong for each --policy" in refused(*words, "--find", wrong)
     assert "has the examples 0 to 1: no --example 7" in refused(*words, "--example", "7")
     assert "no held-out split 'tset'; did you mean 'test'?" in refused("sample", run, "--split", "tset")
+
+
+def test_bytes_are_shown_as_text():
+    """The bytes of a letter are one span; where one is missing they are no letter."""
+    task, mask = Text(prompt="q", response="a"), 257
+    e, t = list("é".encode()), list(b"t")
+    assert spans(task, [*t, *e, *t, 256], [0, 2, 1, 0, 3]) == [
+        *(Span("t", 0), Span("é", 2), Span("t", 0), Span("░", 3, is_end=True)),
+    ]
+    for broken, shown in (([e[0], mask], "\ufffd·"), ([mask, e[1]], "·\ufffd"), ([e[0], 256], "\ufffd░")):
+        assert text(spans(task, [*t, *broken, *t], [0] * 4)) == f"t{shown}t"
+    smile = list("\U0001f600".encode())
+    assert text(spans(task, smile + smile[:3], [0] * 7)) == "\U0001f600" + "\ufffd" * 3
+
+
+def test_words_keep_the_spaces_between_them(tmp_path):
+    words = Tokenizer(WordPiece({"un": 0, "##mask": 1, "it": 2}, unk_token="it"))
+    words.decoder = decoders.WordPiece()
+    words.save(str(tmp_path / "words.json"))
+    task = Text(tokenizer=str(tmp_path / "words.json"))
+    assert text(spans(task, [0, 1, 2, 2, 3, 2], [0] * 6)) == "unmask it it·it"
+
+
+def test_a_prompt_of_the_users_own(run, call, refused, task):  # noqa: F811
+    """As if it were that of a held-out problem, but that nobody knows the answer."""
+    question = TEST[0].question
+    words = ["sample", run, "--policy", "top-prob", "--steps", "2", "--split", "test"]
+    code, shown, err = call(*words, "--prompt", question, "--prompt", "How many?")
+    assert code == 0, err
+    assert question in " ".join(shown.split())
+    assert "1  How many?" in shown
+    assert shown.count("2 steps\n") == 2
+    assert "answer:" not in shown
+    as_held_out = call(*words, "--example", "0")[1]
+    assert as_held_out.splitlines()[-1].replace(", wrong", "") in shown
+    long = refused(*words, "--prompt", "why " * 200)
+    assert re.search(r"the prompt has \d+ tokens, and task gsm8k has room for 100: give a shorter --prompt", long)
+    for other in (["--find", "right"], ["--example", "0"]):
+        assert "--prompt takes the place of examples" in refused(*words, "--prompt", "x", *other)
+    with pytest.raises(UserError, match="task groups takes no prompt of yours"):
+        Groups().prompted("x")
+    drawing = picture([replace(written(task), valid=None, wanted="")])
+    assert "left-to-right: </tspan>" in drawing
+    assert "answer:" not in drawing
+
+
+def test_a_prompt_of_a_text(tmp_path):
+    """With pairs it stands before the response, in texts without prompts it is their beginning."""
+    pair = Text(prompt="q", response="a", length=6, response_length=2).prompted("hé")
+    assert pair.tokens.tolist() == [[256, *"hé".encode(), 256, 256]]
+    assert pair.response.tolist() == [[False] * 4 + [True] * 2]
+    assert pair.attention_mask.tolist() == [[False] + [True] * 5]
+    whole = Text(length=4).prompted("abc")
+    assert whole.tokens.tolist() == [[*b"abc", 0]]
+    assert whole.response.tolist() == [[False] * 3 + [True]]
+    assert whole.attention_mask.all()
+    for task in (Text(length=4), Text(prompt="q", response="a", length=4, response_length=1)):
+        with pytest.raises(UserError, match="the prompt has 4 tokens, and task text has room for 3"):
+            task.prompted("abcd")

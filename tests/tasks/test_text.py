@@ -1,7 +1,9 @@
 """Texts from files: streaming, the cache, the shuffle, and a run that is resumed in the middle of a shard."""
 
 import json
+import math
 import os
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -9,13 +11,17 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 
+from tests.test_cli import call, refused  # noqa: F401
 from tests.training.small import contents
 from unmask.errors import UserError
 from unmask.recipe import load_recipe
 from unmask.tasks import make_task
 from unmask.tasks.text import shards as shards_module
 from unmask.tasks.text.shards import Hashes, Visits, read_texts
+from unmask.tasks.text.text import Text, byte_tokenizer
 from unmask.training.run import train
 
 LINES = [f"line {i} " + "x" * (i * 7 % 23) for i in range(40)]
@@ -50,15 +56,15 @@ def text(tmp_path, **options):
 
 
 def test_every_text_in_its_order_and_a_bad_line_is_named(shards):
-    assert [found for found, _ in read_texts(shards, "text")] == LINES
+    assert [found for (found,), _ in read_texts(shards, ["text"])] == LINES
     whole = shards[1].read_text()
     for line in ('{"text": 3}', "[1]", "{", '{"other": "x"}', "null"):
         shards[1].write_text(f"{whole}\n{line}\n")
         with pytest.raises(UserError, match=r"b\.jsonl, line 17: not an object with a text 'text'"):
-            list(read_texts(shards, "text"))
+            list(read_texts(shards, ["text"]))
     shards[1].write_bytes(b"\xff\xfe\n")
     with pytest.raises(UserError, match=r"b\.jsonl, line 1: not UTF-8"):
-        list(read_texts(shards, "text"))
+        list(read_texts(shards, ["text"]))
 
 
 def decoded(task, examples):
@@ -284,3 +290,205 @@ def test_what_cannot_be_used_is_one_line(shards, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"\Ano cache can be made in .*file \(.*\): set cache to a folder\Z"):
         text(tmp_path, cache=str(tmp_path / "file")).check()
+
+
+PAIRS = [{"q": f"say {i}", "a": f"{i} é!"} for i in range(20)]
+
+
+def write_pairs(path, pairs):
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+
+
+def pairs(tmp_path, **options):
+    options = {"files": str(tmp_path / "p.jsonl"), "prompt": "q", "response": "a", "length": 20, **options}
+    return text(tmp_path, **{"response_length": 8, **options})
+
+
+def words_of(tmp_path, *names):
+    """A tokenizer.json with a token for each word, which puts <cls> before a whole text."""
+    words = Tokenizer(WordLevel({name: i for i, name in enumerate(["?", "<cls>", *names])}, unk_token="?"))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.post_processor = TemplateProcessing("<cls> $A", special_tokens=[("<cls>", 1)])
+    words.save(str(tmp_path / "words.json"))
+    return str(tmp_path / "words.json")
+
+
+def test_a_byte_is_a_token_and_every_text_comes_back():
+    for marks in ((), ("<eos>",)):
+        tokenizer = byte_tokenizer(marks)
+        every = "".join(map(chr, range(0x250))) + "\u4e2d\U0001f600"
+        assert tokenizer.encode(every).ids == list(every.encode())
+        assert tokenizer.decode(list(every.encode()), skip_special_tokens=False) == every
+        assert tokenizer.get_vocab_size() == 256 + len(marks)
+
+
+def test_a_prompt_is_given_and_a_response_is_written(tmp_path):
+    write_pairs(tmp_path / "p.jsonl", PAIRS)
+    task = pairs(tmp_path)
+    task.check()
+    assert (task.test_examples, task.eos_token_id, len(task.vocabulary)) == (4, 256, 257)
+    assert task.layout == (tuple(range(12)), tuple(range(12, 20)))
+    kept = [pair for i, pair in enumerate(PAIRS) if i % 5 != 4]
+    for split, wanted in (("train", kept), ("test", PAIRS[4::5])):
+        examples = task.examples(torch.arange(len(wanted)), split)
+        assert examples.response.tolist() == [[False] * 12 + [True] * 8] * len(wanted)
+        for row, pair in enumerate(wanted):
+            prompt = examples.attention_mask[row] & ~examples.response[row]
+            assert prompt.nonzero()[-1] == 11, "padded on the left"
+            assert task.text(examples.tokens[row][prompt].tolist()) == pair["q"]
+            response = examples.tokens[row][12:].tolist()
+            assert task.text(response) == pair["a"]
+            size = len(pair["a"].encode())
+            assert response[size:] == [256] * (8 - size)
+
+
+def test_pairs_through_a_tokenizer_have_nothing_around_them(tmp_path):
+    write_pairs(tmp_path / "p.jsonl", [{"q": "a b", "a": "b a"}] * 10)
+    path = words_of(tmp_path, "a", "b", "</s>")
+    examples = pairs(tmp_path, tokenizer=path, length=6, response_length=4).examples(torch.tensor([0]), "train")
+    assert examples.tokens.tolist() == [[2, 3, 3, 2, 4, 4]]
+    with pytest.raises(UserError, match=r"\Atask text: the tokenizer has no end: set eos to its token"):
+        pairs(tmp_path, tokenizer=path, eos="end").check()
+
+
+def test_pairs_that_do_not_fit_are_counted_and_left_out(tmp_path, capsys):
+    fitting = {"q": "q" * 12, "a": "a" * 7}
+    write_pairs(tmp_path / "p.jsonl", [fitting, {"q": "q" * 13, "a": "a"}, {"q": "q", "a": "a" * 8}, fitting, fitting])
+    for _ in range(2):  # made, and read again
+        task = pairs(tmp_path)
+        assert [task._count(split) for split in ("train", "test")] == [2, 1]
+        said = "2 of the train pairs left out as too long (prompts have 12 tokens, responses 8 with EOS)"
+        assert capsys.readouterr().err == f"task text: {said}\n"
+    write_pairs(tmp_path / "p.jsonl", [fitting] * 9)
+    with pytest.raises(UserError, match=r"none is left for the train split: 8 of the train pairs left out as too long"):
+        pairs(tmp_path, response_length=7).check()
+
+
+def test_bad_pairs_are_one_line(shards, tmp_path):
+    for pair, words in (
+        ({"q": "x", "a": " "}, r"p\.jsonl, line 21: the response 'a' is empty: give it a text, or drop the line"),
+        ({"q": "x"}, r"p\.jsonl, line 21: not an object with a text 'a'"),
+        ({"a": "x"}, r"p\.jsonl, line 21: not an object with a text 'q'"),
+    ):
+        write_pairs(tmp_path / "p.jsonl", [*PAIRS, pair])
+        with pytest.raises(UserError, match=words):
+            pairs(tmp_path).check()
+    with pytest.raises(UserError, match="set both, or none"):
+        pairs(tmp_path, response="")
+    with pytest.raises(UserError, match=r"c\.txt has no keys: pairs are read from \.jsonl files only"):
+        pairs(tmp_path, files=str(tmp_path / "c.txt")).check()
+
+
+def test_the_options_of_pairs_name_the_cache(tmp_path):
+    write_pairs(tmp_path / "p.jsonl", [{"q": "x", "a": "y", "text": "z"}] * 20)
+    words = {"tokenizer": words_of(tmp_path, "x", "y", "z", "</s>")}
+    swapped = {"prompt": "a", "response": "q"}
+    for number, options in enumerate(
+        [{}, swapped, {"response_length": 9}, {"prompt": "", "response": ""}, words], start=1
+    ):
+        pairs(tmp_path, **options).check()
+        assert len(list((tmp_path / "cache").glob("*-train"))) == number, options
+
+
+CHECKER = """
+import json
+from pathlib import Path
+
+Path("imported").touch()
+number = 3
+
+
+def check(prompt, response, reference):
+    return (prompt, response, reference) == ("say 4", "4 é!", "4 é!")
+
+
+def broken(prompt, response, reference):
+    return json.loads(response)["a"]
+
+
+def unsure(prompt, response, reference):
+    return 1
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The current folder has pairs, and a module with checkers."""
+    write_pairs(tmp_path / "p.jsonl", PAIRS)
+    (tmp_path / "my_checks.py").write_text(CHECKER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    yield tmp_path
+    sys.modules.pop("my_checks", None)
+
+
+def test_a_checker_is_given_the_three_texts(own):
+    task = pairs(own, checker="my_checks:check")
+    assert not (own / "imported").exists(), "a task that is only named runs no code"
+    task.check()
+    assert task.has_checker
+    assert not pairs(own).has_checker
+    examples = task.examples(torch.arange(2), "test")
+    assert task.valid(examples.tokens, examples).tolist() == [True, False]
+    other = examples.tokens.clone()
+    other[0, 12] += 1
+    assert task.valid(other, examples).tolist() == [False, False]
+    other = examples.tokens.clone()
+    other[0, 11] += 1
+    assert not task.valid(other, examples).any(), "the prompt was changed"
+
+
+def test_a_bad_checker_is_one_line(own):
+    line = CHECKER.splitlines().index('    return json.loads(response)["a"]') + 1
+    examples = pairs(own).examples(torch.arange(1), "test")
+    for name, words in (
+        ("my_checks:number", "checker 'my_checks:number' is no function"),
+        ("my_checks:nothing", "checker 'my_checks:nothing' cannot be imported"),
+        ("my_checks", "write a checker of your own as module:function, such as my_module:check"),
+        ("my_checks:unsure", "checker 'my_checks:unsure' must return True or False, got 1"),
+        ("my_checks:broken", rf"raised JSONDecodeError: .* \({own / 'my_checks.py'}, line {line}\)\Z"),
+    ):
+        task = pairs(own, checker=name)
+        with pytest.raises(UserError, match=words) as caught:
+            (task.check(), task.valid(examples.tokens, examples))
+        assert "\n" not in str(caught.value)
+
+
+def test_how_varied_texts_are(tmp_path):
+    task = Text()
+    assert task.overall(["a b", "a b"]) == {"distinct-2": 0.5, "entropy": round(math.log(2), 6)}
+    assert task.overall(["a", "a", ""]) == {"entropy": 0.0}
+    examples = task.prompted("abc")
+    assert task.codes(torch.full((1, 128), ord("x")), examples) == ["x" * 125]
+
+
+def test_from_training_to_the_report(own, call, refused):  # noqa: F811
+    """Without a checker nothing is said of validity; with one, only who trusts it runs it."""
+    recipe = RECIPE.replace("[abc].*", "p.jsonl").replace("length = 16", 'length = 20\nprompt = "q"\nresponse = "a"')
+    (own / "pairs.toml").write_text(recipe.format(folder=own), encoding="utf-8")
+    assert call("train", "pairs.toml", "--out", "free", "--cpu")[0] == 0
+    options = ["--cpu", "--policy", "iid", "--policy", "top-prob", "--steps", "2", "--examples", "4"]
+    code, shown, err = call("evaluate", "free", *options)
+    assert code == 0, err
+    assert "task.checker" in shown
+    assert "entropy" in shown
+    assert "valid" not in shown
+    assert "area" not in shown
+    assert "2 steps\n" in call("sample", "free", "--num", "1", "--steps", "2")[1]
+    assert call("report", "free")[0] == 0
+    assert "valid" not in (own / "free" / "report.html").read_text(encoding="utf-8")
+    assert "has no checker: give it one" in refused("evaluate", "free", "--cpu", "--curve", "--examples", "4")
+    assert "--find needs a checker" in refused("sample", "free", "--find", "right")
+    checked = ["--set", "task.checker=my_checks:check"]
+    code, shown, err = call("train", "pairs.toml", "--out", "checked", "--cpu", *checked)
+    assert code == 0, err
+    assert "--trust-task" in shown
+    (own / "imported").unlink()
+    sys.modules.pop("my_checks")
+    for command in (["evaluate", "checked", *options], ["sample", "checked"]):
+        assert "names 'my_checks:check', which would import" in refused(*command)
+    assert not (own / "imported").exists()
+    code, shown, err = call("evaluate", "checked", *options, "--trust-task")
+    assert code == 0, err
+    assert " valid " in shown
+    assert "task.checker" not in shown

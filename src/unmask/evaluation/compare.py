@@ -110,7 +110,7 @@ def next_budget(mean_steps: float, curve: Sequence[Record]) -> int | None:
 def compare(records: Sequence[Record]) -> list[Comparison]:
     """Every learned order against every heuristic with which it can be compared."""
     found = []
-    for learned in [record for record in records if record.spec.learned]:
+    for learned in [record for record in records if record.spec.learned and record.outcome.checked]:
         for curve in curves(rivals(learned, records)):
             equal = at_equal_steps(learned.mean_steps, curve)
             interval = None
@@ -189,7 +189,8 @@ def gains(records: Sequence[Record]) -> list[Gain]:
         spec = record.spec
         return spec.model, spec.policy, spec.trained_budget, spec.joint, *spec.setting
 
-    learned = [record for record in records if record.spec.learned and record.verdicts is not None]
+    scored = [record for record in records if record.spec.learned and record.outcome.checked]
+    learned = [record for record in scored if record.verdicts is not None]
     return [gain for orders in grouped(learned, all_but_seed).values() for gain in _gains(orders, records)]
 
 

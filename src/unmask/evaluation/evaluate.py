@@ -245,6 +245,7 @@ def _outcome(spec: EvaluationSpec, chunks: list[Chunk], task: Task, remasks: boo
         device=chunks[0].device,
         compile=chunks[0].compile,
         revision=chunks[-1].revision,
+        checked=task.has_checker,
     )
 
 

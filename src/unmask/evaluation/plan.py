@@ -124,6 +124,8 @@ def evaluate(
     setup = Setup(model, plain, task, label, number, choice, seed, trained_seed, precision, compile)
     sizes = response_sizes(task, number)
     if curve:
+        none = f"--curve compares how many answers are valid, and task {task.name} has no checker: give it one"
+        require(task.has_checker, none)
         require(not against, "--curve takes no --against: records of several runs meet in a study with `curve = true`")
         learned, heuristics, elsewhere = _swept(setup, policies, steps, sizes, processes), Plan(), list[Record]()
     else:

@@ -99,6 +99,7 @@ class Outcome:
     device: str
     compile: bool
     revision: str
+    checked: bool = True  # False: nothing checks the answers, and `score` is how many equal the example
 
     @property
     def diverse(self) -> bool:

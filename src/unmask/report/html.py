@@ -82,7 +82,7 @@ def write_html(path: Path, sections: Sequence[Section]) -> None:
 
 def together(sections: Sequence[Section]) -> list[list[Section]]:
     """The runs that share a task with another, by task."""
-    drawn = [section for section in sections if section.task and section.records]
+    drawn = [section for section in sections if section.task and any(r.outcome.checked for r in section.records)]
     by_task = grouped(drawn, lambda section: section.task)
     return [group for group in by_task.values() if len(group) > 1]
 
@@ -102,8 +102,9 @@ def _section(section: Section) -> str:
     if section.curve is not None:
         pictures += _picture(curve_plot(section.curve, "valid, %"), curve_verdict(section.curve))
         tables.append(curve_table(section.curve))
+    if scored := [record for record in records if record.outcome.checked]:
+        pictures += _picture(shared_plot([("", scored)]), "Score against steps, with 95% intervals.")
     if records:
-        pictures += _picture(shared_plot([("", records)]), "Score against steps, with 95% intervals.")
         tables += result_tables(records)
     if chosen := pictured(section.records):
         pictures += _picture(

@@ -34,6 +34,8 @@ MEANINGS = {
     "distinct": "different valid samples, beside the 99% range of that number for as many samples of the true "
     "distribution; (!) marks one outside",
     "passes": "denoiser rows evaluated",
+    "distinct-2": "different pairs of neighbouring words, as a fraction of all pairs",
+    "entropy": "of the words of all responses, in nats",
 }
 
 
@@ -65,12 +67,12 @@ def columns(record: Record, among: Sequence[Record]) -> dict[str, str]:
         "distinct": f"{outcome.distinct}" + ("" if outcome.diverse else " (!)"),
         "true 99%": f"{outcome.distinct_low}–{outcome.distinct_high}",
     }
+    valid = {"valid": f"{outcome.score:.3f}", "95%": f"{outcome.ci_low:.3f}–{outcome.ci_high:.3f}"}
     return {
         "policy": row_name(record, among),
         "steps": f"{outcome.mean_steps:.2f}",
         "range": f"{outcome.fewest_steps}–{outcome.most_steps}",
-        "valid": f"{outcome.score:.3f}",
-        "95%": f"{outcome.ci_low:.3f}–{outcome.ci_high:.3f}",
+        **(valid if outcome.checked else {}),
         **{name: f"{value:.3f}" for name, value in outcome.metrics.items()},
         **(distinct if outcome.distinct is not None else {}),
         "passes": f"{outcome.num_forwards:,}",
@@ -171,7 +173,7 @@ def result_tables(records: Sequence[Record], title: str = "", caption: str = "")
     by_order = groupby(compare(records), lambda comparison: comparison.learned.key)
     shown = [record_table(records, title, caption)]
     shown += [comparison_table(list(comparisons), records) for _, comparisons in by_order]
-    areas = area_table(records)
+    areas = area_table([record for record in records if record.outcome.checked])
     return [*shown, areas] if areas.rows else shown
 
 
@@ -188,8 +190,9 @@ def record_table(records: Sequence[Record], title: str, caption: str) -> ResultT
 
 
 def notes(records: Sequence[Record]) -> list[str]:
-    """Sentences on rules that select nothing, or mask again what they wrote."""
-    sentences = []
+    """Sentences on tasks without a checker, and on rules that select nothing, or mask again what they wrote."""
+    checked = all(record.outcome.checked for record in records)
+    sentences = [] if checked else ["Nothing says which answers are right: the recipe's task.checker can."]
     for record in ordered(records):
         spec, outcome, name = record.spec, record.outcome, row_name(record, records)
         can_be_empty = spec.selector == "bernoulli" and not spec.policy.startswith("lo-arm")

@@ -24,6 +24,7 @@ from unmask.progress import watched
 from unmask.tasks.task import Task
 
 MASK, END = "·", "░"
+BROKEN, LETTER = "\ufffd", 4  # what a decoder writes for a part of a letter, and the most bytes of one
 PICTURE = "<!-- written by unmask sample -->"  # a file with this may be replaced
 PROMPT = -1  # the step of what was given
 SEARCHED = 1000  # examples that are searched where a task has no end of them
@@ -45,11 +46,11 @@ class Writing:
     policy: str
     budget: int
     question: str  # "" where the prompt is shown among the tokens
-    wanted: str  # the right answer, where there is a question
+    wanted: str  # the right answer, where there is a question and it is known
     frames: list[list[Span]]  # after each step
     result: list[Span]
     num_steps: int
-    valid: bool
+    valid: bool | None  # None where nothing can tell
 
 
 class _Watched:
@@ -73,6 +74,7 @@ def sample(
     num: int = 4,
     examples: Sequence[int] = (),
     find: str = "",
+    prompts: Sequence[str] = (),
     *,
     split: str | None = None,
     temperature: float | None = None,
@@ -83,6 +85,7 @@ def sample(
 ) -> Iterator[list[Writing]]:
     """What each policy writes for each of the first `num` held-out examples, or for those in `examples`.
 
+    prompts: in their place.
     find: right or wrong for each policy, such as "right,wrong": only examples where the policies are so.
     """
     model, plain, task, recipe = open_run(run, torch.device("cpu"), split, trust_task)
@@ -92,6 +95,8 @@ def sample(
     if words and (len(words) != len(rules) or not set(words) <= {"right", "wrong"}):
         raise UserError(f"--find takes right or wrong for each --policy, such as right,wrong for two, not {find!r}")
     wanted = [word == "right" for word in words]
+    require(not prompts or not (find or examples), "--prompt takes the place of examples: no --example and no --find")
+    require(not find or task.has_checker, f"--find needs a checker, and task {task.name} has none: leave it out")
     temperature = recipe.evaluate.temperature if temperature is None else temperature
     choice = TokenChoice(temperature, top_p, top_k, eos_token_id=task.eos_token_id)
     budget = steps or (model.selector.budget if model.selector is not None else 4)
@@ -99,12 +104,13 @@ def sample(
     if limit is not None and (beyond := [i for i in examples if i >= limit]):
         raise UserError(f"task {task.name} has the examples 0 to {limit - 1}: no --example {beyond[0]}")
     many = limit or max(SEARCHED, num)
-    candidates = examples or range(many if wanted else min(num, many))
+    candidates = examples or range(len(prompts) or (many if wanted else min(num, many)))
 
     def written(example: int) -> Iterator[Writing]:
         for rule in rules:
             denoiser = (model if isinstance(rule, NetworkPolicy) else plain).denoiser
-            yield write(denoiser, task, rule, budget, example, choice, seed)
+            prompt = prompts[example] if prompts else None
+            yield write(denoiser, task, rule, budget, example, choice, seed, prompt)
 
     if not wanted:
         yield from (list(written(example)) for example in candidates)
@@ -123,11 +129,21 @@ def sample(
 
 
 def write(
-    denoiser: AnyDenoiser, task: Task, rule: Policy, budget: int, example: int, choice: TokenChoice, seed: int
+    denoiser: AnyDenoiser,
+    task: Task,
+    rule: Policy,
+    budget: int,
+    example: int,
+    choice: TokenChoice,
+    seed: int,
+    given: str | None = None,
 ) -> Writing:
-    """Generate for one held-out example and keep every canvas; in a batch the result would be the same."""
-    ids = torch.tensor([example])
-    truth, mask, watched = task.examples(ids, "test"), denoiser.mask_token_id, _Watched(denoiser)
+    """Generate for one held-out example and keep every canvas; in a batch the result would be the same.
+
+    given: a prompt to generate for instead; the example is then a number that names the random draws.
+    """
+    ids, mask, watched = torch.tensor([example]), denoiser.mask_token_id, _Watched(denoiser)
+    truth = task.examples(ids, "test") if given is None else task.prompted(given)
     canvas = torch.where(truth.response, mask, truth.tokens)
     engine = Engine(watched, rule, budget, choice)
     out = engine.generate(canvas, seed=seed, ids=ids, attention_mask=truth.attention_mask)
@@ -145,22 +161,30 @@ def write(
         visible(task.text(truth.tokens[0][part].tolist())) if is_question else "" for part in (prompt, response)
     )
     result = spans(task, out.tokens[0][shown].tolist(), out.reveal_step[0][shown].tolist())
-    valid = bool(task.valid(out.tokens, truth)[0])
-    return Writing(example, rule.name, budget, question, wanted, frames, result, int(out.num_steps), valid)
+    told = (example, rule.name, budget, question, wanted if given is None else "", frames, result, int(out.num_steps))
+    return Writing(*told, bool(task.valid(out.tokens, truth)[0]) if given is None and task.has_checker else None)
 
 
 def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
     """Tokens as they read.  Those of a text follow one another without spaces, and the EOS tokens that fill a response
-    are one mark with their number."""
+    are one mark with their number.  Tokens that are parts of one letter are one span, of the last of their steps."""
     is_text = task.text_tokenizer is not None
-    found = []
-    for token, step in zip(tokens, when, strict=True):
-        if token >= len(task.vocabulary):
+    found, before, i = list[Span](), list[int](), 0  # before: the tokens of the span to the left
+    while i < len(tokens):
+        size = 1
+        if tokens[i] >= len(task.vocabulary):
             found.append(Span(MASK, None))
-        elif is_text and token == task.eos_token_id:
-            found.append(Span(END, step, is_end=True))
+            before = []
+        elif is_text and tokens[i] == task.eos_token_id:
+            found.append(Span(END, when[i], is_end=True))
+            before = []
         else:
-            found.append(Span(visible(task.text([token]).replace("\n", "↵")), step))
+            size = _letter_size(task, tokens[i : i + LETTER])
+            here = list(tokens[i : i + size])
+            shown = _read_after(task, before, here) if is_text else task.text(here)
+            found.append(Span(visible(shown.replace("\n", "↵")), max(when[i : i + size])))
+            before = [] if BROKEN in shown else here
+        i += size
     if not is_text:
         return [span for item in found for span in (item, Span(" ", PROMPT))][:-1]
     *groups, last = [list(group) for _, group in groupby(found, lambda span: span.is_end)]
@@ -170,10 +194,29 @@ def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
     return [span for group in (*groups, last) for span in group]
 
 
+def _letter_size(task: Task, tokens: Sequence[int]) -> int:
+    """How many of these tokens make the first whole letter; 1 where they make none."""
+    for size in range(1, len(tokens) + 1):
+        if tokens[size - 1] in (task.eos_token_id, len(task.vocabulary)):
+            break
+        if BROKEN not in task.text(tokens[:size]):
+            return size
+    return 1
+
+
+def _read_after(task: Task, before: Sequence[int], tokens: Sequence[int]) -> str:
+    """How tokens read after those to their left: many tokenizers write spaces only between two."""
+    alone, both = task.text(before), task.text([*before, *tokens])
+    return both[len(alone) :] if before and both.startswith(alone) else task.text(tokens)
+
+
 def outcome(writing: Writing) -> str:
     """How it went; the answer to a question is right or wrong."""
+    steps = f"{writing.num_steps} step{'' if writing.num_steps == 1 else 's'}"
+    if writing.valid is None:
+        return steps
     good, bad = ("right", "wrong") if writing.question else ("valid", "not valid")
-    return f"{writing.num_steps} step{'' if writing.num_steps == 1 else 's'}, {good if writing.valid else bad}"
+    return f"{steps}, {good if writing.valid else bad}"
 
 
 def wrapped(frame: Sequence[Span], room: int) -> list[list[Span]]:
@@ -207,7 +250,8 @@ def print_writings(console: Console, written: Sequence[Writing], trace: bool) ->
 
     if written[0].question:
         console.print(f"\n[bold]{written[0].example}[/]  {in_markup(written[0].question)}")
-        console.print(f"[dim]answer:[/] {in_markup(written[0].wanted)}")
+        if written[0].wanted:
+            console.print(f"[dim]answer:[/] {in_markup(written[0].wanted)}")
     for writing in written:
         if len(written) > 1:
             console.print(f"{in_markup(writing.policy)}:")
@@ -252,11 +296,12 @@ def picture(writings: Sequence[Writing]) -> str:
         same = list(group)
         if same[0].question:
             rows += [[], *([(line, "fill:#111827")] for line in _wrapped_text(same[0].question))]
+        if same[0].wanted and same[0].question:
             first, *more = _wrapped_text(f"answer: {same[0].wanted}")
             rows += [[("answer:", "fill:#6b7280"), (first.removeprefix("answer:"), "fill:#111827")]]
             rows += [[(line, "fill:#111827")] for line in more]
         for writing in same:
-            verdict = "#15803d" if writing.valid else "#b91c1c"
+            verdict = {True: "#15803d", False: "#b91c1c", None: "#6b7280"}[writing.valid]
             rows.append([])
             rows.append(
                 [(f"{writing.policy}: ", "fill:#111827;font-weight:700"), (outcome(writing), f"fill:{verdict}")]

@@ -62,7 +62,8 @@ def read_results(folder: Path) -> list[Results]:
         beside = folder / path.stem
         gains = read_jsonl(beside / "gains.jsonl", Gain) if (beside / "gains.jsonl").exists() else []
         curves = read_jsonl(beside / "curve.jsonl", Curve) if (beside / "curve.jsonl").exists() else []
-        found.append(Results(path.stem, read_records(path), gains, curves, read_done(beside / "stages.jsonl")))
+        scored = [record for record in read_records(path) if record.outcome.checked]
+        found.append(Results(path.stem, scored, gains, curves, read_done(beside / "stages.jsonl")))
     if not any(results.records for results in found):
         raise ResultsError(f"{folder} has no records: run `unmask reproduce` first and give its OUT/results")
     return found

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from unmask.errors import did_you_mean, require
+from unmask.errors import UserError, did_you_mean, require
 from unmask.rng import Purpose, integers
 
 if TYPE_CHECKING:
@@ -75,8 +75,6 @@ class Task(ABC):
     with a default.  Only `name`, `vocabulary`, `length`, `examples` and `valid` are required.
     """
 
-    has_checker = True  # False: `valid` is no more than equality with the example, and nothing to learn from
-
     @property
     @abstractmethod
     def name(self) -> str:
@@ -99,6 +97,15 @@ class Task(ABC):
     @abstractmethod
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
         """[B] bool: whether each row of `tokens` [B, L] is a right answer to the prompt of the same row."""
+
+    def prompted(self, prompt: str) -> Examples:
+        """One example with a prompt of the user's; what stands in its response is no answer."""
+        raise UserError(f"task {self.name} takes no prompt of yours: leave out --prompt")
+
+    @property
+    def has_checker(self) -> bool:
+        """False: `valid` is no more than equality with the example, and nothing to learn from or to report."""
+        return True
 
     def metrics(self, tokens: Tensor, examples: Examples) -> dict[str, Tensor]:
         """Further verdicts on the same tokens, [B] bool each; records hold their means under these names."""
@@ -215,6 +222,16 @@ def check_choice(task: Task, option: str, choices: Sequence[str]) -> None:
 def check_split(split: str) -> None:
     """Raise UserError unless the split is one that `examples` knows."""
     require(split in ("train", "test"), f"unknown split {split!r}: use train or test")
+
+
+def asked(task: Task, prompt: Sequence[int], prompt_length: int) -> Examples:
+    """One example with these tokens as its prompt, padded on the left to `prompt_length`, and room for a response."""
+    size, place = len(prompt), torch.arange(task.length)[None]
+    long = f"the prompt has {size} tokens, and task {task.name} has room for {prompt_length}: give a shorter --prompt"
+    require(size <= prompt_length, long)
+    tokens = torch.full((1, task.length), task.eos_token_id or 0)
+    tokens[0, prompt_length - size : prompt_length] = torch.tensor(prompt, dtype=torch.long)
+    return Examples(tokens, place >= prompt_length, place >= prompt_length - size)
 
 
 def prompt_kept(tokens: Tensor, examples: Examples) -> Tensor:

@@ -26,7 +26,7 @@ from unmask.tasks.cache import Ragged, alone_in, cache_folder, written_whole
 from unmask.tasks.gsm8k.byte_pairs import EOS, MARKS, SMALLEST, encode, train_tokenizer
 from unmask.tasks.gsm8k.held_out import HELD_OUT, SPLITS, make_splits
 from unmask.tasks.gsm8k.word_problems import FORMS, HUB, SCORINGS, answer_in, file_of, read_problems, without_numbers
-from unmask.tasks.task import LONGEST, Examples, Task, check_choice, check_range, check_split, prompt_kept
+from unmask.tasks.task import LONGEST, Examples, Task, asked, check_choice, check_range, check_split, prompt_kept
 
 # Raise it with every change of the code after which the same problems and options give other splits, texts or tokens.
 CACHE_VERSION = 1
@@ -167,6 +167,9 @@ class GSM8K(Task):
         place, prompt_lengths = torch.arange(self.length), torch.from_numpy(prompts.lengths(chosen))
         response = (place >= self.prompt_length).repeat(len(ids), 1)
         return Examples(torch.from_numpy(tokens), response, place >= self.prompt_length - prompt_lengths[:, None])
+
+    def prompted(self, prompt: str) -> Examples:
+        return asked(self, self.text_tokenizer.encode(prompt).ids, self.prompt_length)
 
     def answer_text(self, tokens: Tensor) -> str:
         """The text of one response, up to its first EOS; tokens [L] or [response_length]."""

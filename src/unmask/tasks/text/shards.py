@@ -34,11 +34,11 @@ FORMAT_VERSION = 1
 CACHE_FILES = ("tokens.bin", "offsets.bin", "cache.json")
 
 
-def read_texts(shards: Sequence[Path], field: str) -> Iterator[tuple[str, int]]:
-    """Each text with the number of bytes read so far, one line in memory at a time.
+def read_texts(shards: Sequence[Path], fields: Sequence[str]) -> Iterator[tuple[list[str], int]]:
+    """The texts of each line with the number of bytes read so far, one line in memory at a time.
 
-    A shard whose name ends in .jsonl has one object per line, whose `field` is the text; any other has one text per
-    line.  Empty lines are skipped.
+    A shard whose name ends in .jsonl has one object per line, whose `fields` are the texts; any other has one text per
+    line.  Empty lines are skipped.  Of several fields, the last is a response, and must not be empty.
     """
     position = 0
     for path in shards:
@@ -46,22 +46,26 @@ def read_texts(shards: Sequence[Path], field: str) -> Iterator[tuple[str, int]]:
             for line, raw in enumerate(file, start=1):
                 position += len(raw)
                 if raw.strip():
-                    yield _text(raw, path, line, field), position
+                    yield _texts(raw, path, line, fields), position
 
 
-def _text(raw: bytes, path: Path, line: int, field: str) -> str:
+def _texts(raw: bytes, path: Path, line: int, fields: Sequence[str]) -> list[str]:
     try:
         text = raw.decode().strip("\r\n")
     except UnicodeDecodeError:
         raise UserError(f"{path}, line {line}: not UTF-8") from None
     if path.suffix != ".jsonl":
-        return text
-    try:
-        found = parse_json(text)[field]
-    except (ValueError, KeyError, TypeError):
-        found = None
-    if not isinstance(found, str):
-        raise UserError(f"{path}, line {line}: not an object with a text {field!r}")
+        return [text]
+    found = []
+    for field in fields:
+        try:
+            found.append(parse_json(text)[field])
+        except (ValueError, KeyError, TypeError):
+            found.append(None)
+        if not isinstance(found[-1], str):
+            raise UserError(f"{path}, line {line}: not an object with a text {field!r}")
+    if len(fields) > 1 and not found[-1].strip():
+        raise UserError(f"{path}, line {line}: the response {fields[-1]!r} is empty: give it a text, or drop the line")
     return found
 
 
