@@ -70,7 +70,7 @@ Written by `python benchmarks/puzzles.py table` from the records in `results/puz
 Mean over seeds, with the lowest and highest seed in brackets; 1,000 samples per seed at temperature 1.
 
 - *Best heuristic*: the best of IID, top probability and margin at that number of steps, chosen after the fact, which
-  favours it. Adaptive rules were not run.
+  favours it. The first table has no adaptive rules.
 - *Order*: `frozen` or `joint`. For `joint`, the heuristics run on the denoiser from before order learning, trained
   further on as many sequences.
 - *Seeds*: a seed fixes the puzzle's hidden structure, the examples, the initial weights and every draw. The recipes
