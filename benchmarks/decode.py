@@ -3,7 +3,7 @@
     python benchmarks/decode.py cpu                    a table (under four minutes on two slow cores)
     python benchmarks/decode.py h200-85m h200-one h200-wide --json    one JSON object per line
     python benchmarks/decode.py h200-one --peer LLaDA/generate.py     against LLaDA's own sampler
-    python benchmarks/decode.py table                  docs/benchmarks.md from the records in results/decode/
+    python benchmarks/decode.py table                  results/decode/tables.md from the records beside it
 
 Both run alternately in one process on the same weights, dtype, attention, prompts and seeds; figures are medians.
 The reference is the plain loop of LLaDA's and dLLM's samplers: full [B, L, V] logits, a float32 log-softmax over them,
@@ -38,7 +38,8 @@ from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser, Selector, SelectorConfig
 
 ROOT = Path(__file__).parents[1]
-RECORDS, PAGE = ROOT / "results" / "decode", ROOT / "docs" / "benchmarks.md"
+RECORDS = ROOT / "results" / "decode"
+PAGE = RECORDS / "tables.md"
 SEED = 0
 RULES = ("top-prob", "iid", "learned")
 # In `graphs`, only if asked for, the plain loop's model runs with torch.compile's own CUDA graphs ("reduce-overhead").

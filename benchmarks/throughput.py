@@ -43,9 +43,9 @@ from unmask.runtime import precision_on
 from unmask.tasks.task import Examples, Task
 from unmask.training.run import load_run
 
-THRESHOLDS = [0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998]
-CAPS = [8, 12, 16]  # the most steps, beside one per token: a rule that is cut off may be as accurate in fewer
-PRICES = 12  # log-spaced in the range of the order
+THRESHOLDS = [0.9, 0.95, 0.98, 0.99, 0.995]
+CAPS = [8, 12, 16, 24]  # the most steps: a rule that is cut off may be as accurate in fewer
+PRICES = 8  # log-spaced in the range of the order
 
 
 class Written(NamedTuple):
@@ -123,7 +123,7 @@ def ways(
         engine = Engine(used, rule(setting.value), setting.max_steps, batch_size=batch, compile=compiled)
         return partial(engine_loop, engine, device)
 
-    caps = [*(cap for cap in CAPS if cap < max_steps), max_steps]
+    caps = sorted({min(cap, max_steps) for cap in CAPS})
     rules = [Setting(c, cap) for c in thresholds for cap in caps]
     found = [
         Way("plain, one token", [Setting(math.inf, max_steps)], plain),
@@ -136,7 +136,7 @@ def ways(
         if selector.prices:
             low, high = selector.prices
             asked = prices or [low * (high / low) ** (i / (PRICES - 1)) for i in range(PRICES)]
-            orders = [Setting(price, cap) for price in asked for cap in dict.fromkeys([*caps[:-1], selector.budget])]
+            orders = [Setting(price, cap) for price in asked for cap in {min(cap, selector.budget) for cap in caps}]
         found.append(Way("engine, learned", orders, order))
     return found
 
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--price", type=float, action="append", help="to choose from; may be repeated")
     parser.add_argument("--dev", default="new-numbers-dev", help="the split to choose on")
     parser.add_argument("--split", default="new-numbers", help="the split to time on")
-    parser.add_argument("--problems", type=int, default=2000, help="of each split")
+    parser.add_argument("--problems", type=int, default=1000, help="of each split")
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="add the records to this file, one object per line")

@@ -5,7 +5,7 @@
     python benchmarks/train.py h200-30m --growth   how an order step grows with k, N and T, and with the time t
     python benchmarks/train.py h200-30m --self     the selector as its own posterior: rollouts, twice as many sequences
     python benchmarks/train.py h200-30m --self --profile  where its time goes
-    python benchmarks/train.py table               docs/training-speed.md from results/train/*.jsonl
+    python benchmarks/train.py table               results/train/tables.md from the records beside it
 
 Every step is the training loop itself (`run_stage`: data, both passes, clipping, AdamW, metrics) on random tokens with
 the lengths of GSM8K.  Counted are:
@@ -58,7 +58,7 @@ from unmask.training.self_posterior import Orders, SelfObjective
 from unmask.variational.estimators import LeaveOneOut
 
 RECORDS = Path(__file__).parents[1] / "results" / "train"
-PAGE = Path(__file__).parents[1] / "docs" / "training-speed.md"
+PAGE = Path(__file__).parents[1] / "results" / "train" / "tables.md"
 
 
 @dataclass(frozen=True)
