@@ -518,3 +518,13 @@ def test_the_studies_that_come_with_unmask():
             assert json.loads(recipe.to_json())["task"].get("folder", "") == ("data" if given else "")
             assert recipe.model.label
             assert recipe.evaluate.temperature == (0 if given else 1)
+
+
+def test_a_split_that_only_one_task_has():
+    whole = Reproduction(*load_study("where-order-matters"), Path("runs"), [])
+    tasks = {
+        split.split: {whole.runs[stage.run].recipe.task["name"] for stage in whole.stages() if stage.split == split}
+        for split in whole.study.evaluate
+    }
+    assert len(tasks.pop("test")) == 4
+    assert tasks == {"remove-random-16": {"waiting-lines"}, "hard": {"sudoku"}}

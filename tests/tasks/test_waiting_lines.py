@@ -100,6 +100,20 @@ def test_choices_are_uniform_and_every_length_and_operation_is_met():
     assert task.entropy == pytest.approx(float(exact.mean()), abs=5 * float(exact.std()) / math.sqrt(4000))
 
 
+def test_held_out_are_each_operation_and_each_at_one_length():
+    task = WaitingLines()
+    trained = task.examples(torch.arange(200), "train")
+    for split, operation, lengths in (("insert-random", 6, set(range(4, 33))), ("remove-random-16", 7, {16})):
+        held_out = task.on_split(split)
+        examples = held_out.examples(torch.arange(1000), "test")
+        assert (examples.tokens[:, 0] - task.names).unique().tolist() == [operation]
+        assert set(task._n(examples.tokens).tolist()) == lengths
+        assert held_out.valid(examples.tokens, examples).all()
+        assert trained.tokens.equal(held_out.examples(torch.arange(200), "train").tokens)
+    with pytest.raises(UserError, match="no held-out split 'remove-random-17'; did you mean"):
+        task.on_split("remove-random-17")
+
+
 def test_steps():
     one = {name: WaitingLines(operations=name, min_n=16, max_n=16).min_steps for name in OPERATIONS}
     random = {"remove-random": 4, "insert-random": 5, "replace-random": 16, "shuffle": 16}

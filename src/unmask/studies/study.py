@@ -10,7 +10,8 @@ bf16                   evaluate with the denoiser's trunk in bfloat16
                        the same seeds: from the one of the same seed); a joint order is compared with the run that
                        `baseline` names, or with one that it trains itself
 [[evaluate]]           a held-out split: every order, and every heuristic at the steps that the orders take; with
-                       `curve = true` the sweep of `unmask evaluate --curve` instead, with `steps` as the caps
+                       `curve = true` the sweep of `unmask evaluate --curve` instead, with `steps` as the caps; with
+                       `task` only the runs of that task
 
 OUT/RUN/                            the folder of a run
 OUT/logs/STAGE.txt                  the output of a stage, where several run at once
@@ -87,6 +88,7 @@ class Split:
     examples: int
     steps: tuple[int, ...] = ()  # further budgets of the heuristics; of a curve, the caps of all
     curve: bool = False  # sweep the orders over their prices and every rule over its settings
+    task: str = ""  # only the runs of this task, where others do not have the split; "": all
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,7 @@ class Reproduction:
     def _evaluate(self, split: Split, runs: Sequence[str]) -> list[Stage]:
         """Orders first: the heuristics run at the steps that these take."""
         study, first = self.study, split == self.study.evaluate[0]
+        runs = [run for run in runs if split.task in ("", self.runs[run].recipe.task["name"])]
         budgets = {run: order.budget for run in runs if (order := self.runs[run].recipe.order) is not None}
         rivals_of = {order: self.runs[order].training.baseline or self._denoiser_of(order) for order in budgets}
         elsewhere = tuple(order for order in budgets if rivals_of[order] != order)

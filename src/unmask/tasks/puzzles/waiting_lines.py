@@ -12,7 +12,7 @@ from torch import Tensor
 from unmask.errors import did_you_mean, require
 from unmask.tasks.diversity import total_variation
 from unmask.tasks.puzzles.puzzle import Puzzle, unpadded
-from unmask.tasks.task import Examples, check_range, prompt_kept
+from unmask.tasks.task import Examples, check_choice, check_range, prompt_kept
 
 _ALPHABETICAL = (
     "Abel Ada Alma Amos Anna Asa Bea Ben Boris Cara Carl Clara Dan Dora Dov Ed Ella Emil Eva Finn Flora Fred Gina "
@@ -38,12 +38,14 @@ class WaitingLines(Puzzle):
 
     The operation is uniform among the chosen ones and n from min_n to max_n.  In `remove-random` the middle tells which
     half holds the gap and so settles the other half: a binary search, ceil(log2 n) steps.
+    Held out are `test`, each operation by itself, and each at one n, such as remove-random-16.
     """
 
     operations: str = "all"  # or some, with commas between them
     min_n: int = 4
     max_n: int = 32
     names: int = 40
+    held_out: str = "test"
 
     name = "waiting-lines"
 
@@ -55,11 +57,26 @@ class WaitingLines(Puzzle):
         check_range(self, "max_n", 3, len(NAMES) - 1)
         check_range(self, "min_n", 3, self.max_n)
         check_range(self, "names", self.max_n + 1, len(NAMES))  # one more than in a line: it may be inserted
+        check_choice(self, "held_out", self.held_out_splits)
 
     @cached_property
     def _chosen(self) -> tuple[str, ...]:
         some = tuple(dict.fromkeys(word.strip() for word in self.operations.split(",")))
         return OPERATIONS if self.operations == "all" else some
+
+    @cached_property
+    def held_out_splits(self) -> tuple[str, ...]:
+        sizes = [n for n in (4, 8, 16, 32) if self.min_n <= n <= self.max_n]
+        return ("test", *self._chosen, *(f"{word}-{n}" for word in self._chosen for n in sizes))
+
+    def _asked(self, split: str) -> tuple[tuple[str, ...], int, int]:
+        """The operations of the split, its least and its greatest n."""
+        if split == "train" or self.held_out == "test":
+            return self._chosen, self.min_n, self.max_n
+        if self.held_out in OPERATIONS:
+            return (self.held_out,), self.min_n, self.max_n
+        word, _, n = self.held_out.rpartition("-")
+        return (word,), int(n), int(n)
 
     @cached_property
     def vocabulary(self) -> tuple[str, ...]:
@@ -100,9 +117,10 @@ class WaitingLines(Puzzle):
 
     def examples(self, ids: Tensor, split: str) -> Examples:
         u, blank = self.example_uniforms(split, ids, 3 + self.names), len(self.vocabulary) - 1
-        numbers = torch.tensor([OPERATIONS.index(word) for word in self._chosen])
+        operations, least, most = self._asked(split)
+        numbers = torch.tensor([OPERATIONS.index(word) for word in operations])
         operation = self.names + numbers[(u[:, 0] * len(numbers)).long()]
-        n = self.min_n + (u[:, 1] * (self.max_n - self.min_n + 1)).long()
+        n = least + (u[:, 1] * (most - least + 1)).long()
         place = (u[:, 2] * (n + self._is(operation, "insert"))).long()
         drawn = u[:, 3:].argsort(-1)  # [B, names]: the line, and a name that is not in it
         told = torch.where(self._is(operation, "index"), self.names + len(OPERATIONS) + place, blank)
