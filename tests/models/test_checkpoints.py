@@ -10,7 +10,8 @@ from torch.nn.functional import silu
 from torch.nn.utils.rnn import pad_sequence
 
 import unmask
-from unmask.models.importers import pretrained
+from unmask.models.importers import checkpoints, pretrained
+from unmask.models.networks import Denoiser
 from unmask.models.order_model import word_level_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="pip install 'unmask[pretrained]'")
@@ -201,10 +202,28 @@ def test_weights_keep_their_precision(saved, name):
 
 
 def test_weights_that_others_can_compute_are_left_aside(saved):
-    """A tied head beside the embedding, and the frequencies in files of old versions."""
+    """A tied head beside the embedding, the frequencies in files of old versions, the same weights in another form."""
     config = CASES["qwen2, tied"]
     more = {"lm_head.weight": torch.ones(V, D), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
-    load(saved(config, random_weights(config) | more))
+    folder = saved(config, random_weights(config) | more)
+    save_file({"layers.0.attention.wq.weight": torch.ones(1)}, folder / "consolidated.safetensors")
+    load(folder)
+
+
+def test_the_published_sizes():
+    """Dream 7B, which has the weights of Qwen2.5 7B, and LLaDA 8B."""
+    dream = transformers.Qwen2Config(
+        hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18_944
+    )
+    llada = {"d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, "mlp_hidden_size": 12_288}
+    llada_shape, _, tied = checkpoints._llada_shape(LLADA | llada, "LLaDA")
+    for shape, size, weights in (
+        (checkpoints.llama_shape(dream), 152_064, 7_615_616_512),
+        (llada_shape, 126_464, 8_015_581_184),
+    ):
+        with torch.device("meta"):
+            denoiser = Denoiser(shape, size, tied, mask_token_id=0)
+        assert sum(parameter.numel() for parameter in denoiser.parameters()) == weights
 
 
 # --- tokenizers -------------------------------------------------------------------------------------------------------
@@ -315,4 +334,4 @@ def test_files(saved, monkeypatch):
     assert "model-1.safetensors is no safetensors file" in refused(folder)
     for path in folder.glob("*.safetensors"):
         path.unlink()
-    assert "has no *.safetensors" in refused(folder)
+    assert "has no model*.safetensors" in refused(folder)

@@ -102,7 +102,8 @@ def load_checkpoint(
             )
     model.load_state_dict(weights, assign=True)
     model.backbone.cos, model.backbone.sin = rotary_angles(torch.arange(shape.max_length)[None], shape)
-    eos = values.get("eos_token_id", getattr(tokenizer, "eos_token_id", None))
+    eos = values.get("eos_token_id")
+    eos = getattr(tokenizer, "eos_token_id", None) if eos is None else eos
     model.eos_token_id, model.tokenizer = eos[0] if isinstance(eos, list) else eos, tokenizer
     return model.eval()
 
@@ -195,10 +196,10 @@ def translated(
 
 
 def _read(source: Source) -> dict[str, Tensor]:
-    paths = sorted(source.folder.glob("*.safetensors"))
-    if not paths:
-        raise UserError(f"{source.name} has no *.safetensors: save the model with save_pretrained of transformers")
     check_room(source)
+    paths = sorted(source.folder.glob("model*.safetensors"))
+    if not paths:
+        raise UserError(f"{source.name} has no model*.safetensors: save it with save_pretrained of transformers")
     say(f"reading {source.name}", err=True)
     theirs: dict[str, Tensor] = {}
     for path in paths:

@@ -246,6 +246,7 @@ def _check_masked(model: PreTrainedModel) -> None:
 
 def _no_masked(name: str) -> str:
     return (
-        f"{name} is no masked language model: load one with AutoModelForMaskedLM and is_decoder=False, turn a causal "
-        "one into a denoiser with unmask.adapt_causal, or give a function of (tokens, attention_mask)"
+        f"{name} is no masked language model: load one with AutoModelForMaskedLM and is_decoder=False, start from a "
+        "causal one with unmask.adapt_causal, give the folder of one that was trained as a denoiser with "
+        "bidirectional=True, or give a function of (tokens, attention_mask)"
     )

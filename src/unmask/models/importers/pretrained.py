@@ -136,8 +136,9 @@ def reading(source: Source) -> Iterator[None]:
 
 def check_room(source: Source) -> None:
     """MemoryError where the files of the weights are larger than the memory that is left."""
-    folder, endings = source.folder, ("*.safetensors", "*.bin")
-    found = [folder / source.gguf] if source.gguf else next(filter(None, (list(folder.glob(x)) for x in endings)), [])
+    folder = source.folder
+    found = [folder / source.gguf] if source.gguf else list(folder.glob("model*.safetensors"))
+    found = found or list(folder.glob("pytorch_model*.bin"))
     needed, available = sum(path.stat().st_size for path in found), available_memory()
     if needed > available:
         raise MemoryError(
