@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 transformers = pytest.importorskip("transformers", reason="pip install 'unmask[pretrained]'")
 
 import unmask.models.backbone as backbone  # noqa: E402
-from unmask.models.importers.causal import adapt_causal, backbone_config  # noqa: E402
+from unmask.models.importers.causal import adapt_causal  # noqa: E402
+from unmask.models.importers.checkpoints import llama_shape  # noqa: E402
 from unmask.models.importers.pretrained import Causal, find_source, load_causal, load_tokenizer  # noqa: E402
 from unmask.models.importers.vocabulary import cut_tokenizer, ids_in, vocabulary_of  # noqa: E402
 from unmask.models.order_model import MASK_TOKEN, OrderModel  # noqa: E402
@@ -31,17 +32,19 @@ def tokenizer():
     return made
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 SHAPES = {
     "grouped": {"num_key_value_heads": 2},
     "untied": {"num_key_value_heads": 4, "tie_word_embeddings": False, "rms_norm_eps": 1e-3},
     "wide heads": {"num_key_value_heads": 1, "head_dim": 10, "rope_parameters": {"rope_theta": 500.0}},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 6, "model_type": "qwen3"},
+    "qwen2, stretched": {"model_type": "qwen2", "num_key_value_heads": 2, "rope_parameters": YARN},
 }
 
 
 def tiny(**options):
-    """A Llama (or Qwen3) of random weights, larger than at birth: tiny ones would hide much that is wrong."""
-    kind = "Qwen3" if options.pop("model_type", "llama") == "qwen3" else "Llama"
+    """A Llama (or another) of random weights, larger than at birth: tiny ones would hide much that is wrong."""
+    kind = options.pop("model_type", "llama").capitalize()
     shape = {
         "vocab_size": tokenizer().get_vocab_size() + 3,  # rows that no token has
         "hidden_size": 24,
@@ -136,7 +139,7 @@ def test_the_mask_token_and_a_new_byte_are_the_mean_embedding():
 
 @torch.no_grad()
 def test_an_adapted_model_comes_back_from_its_folder_with_its_shift(tmp_path):
-    causal = tiny(**SHAPES["grouped"])
+    causal = tiny(**SHAPES["qwen2, stretched"])
     before = adapt_causal(causal, shift=True, max_length=16)
     before.save_pretrained(tmp_path)
     after = OrderModel.from_pretrained(tmp_path)
@@ -163,7 +166,17 @@ def test_another_shape_is_refused_in_one_line():
     for options, said in [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "model.layers.0.self_attn.k_proj.bias"),
-        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "short_factor": [1.0] * 3,
+                    "long_factor": [2.0] * 3,
+                    "factor": 2,
+                }
+            },
+            "rope_type 'longrope'",
+        ),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
     ]:
         with pytest.raises(ValueError, match="only a Llama-shaped model") as refused:
@@ -173,8 +186,8 @@ def test_another_shape_is_refused_in_one_line():
 
 
 def test_another_kind_of_model_is_refused():
-    with pytest.raises(ValueError, match="model_type 'gpt2', not 'llama' or 'qwen3'"):
-        backbone_config(transformers.GPT2Config())
+    with pytest.raises(ValueError, match="model_type 'gpt2', not 'llama' or 'mistral'"):
+        llama_shape(transformers.GPT2Config())
 
 
 def test_a_foreign_tokenizer_is_refused():

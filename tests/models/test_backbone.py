@@ -102,7 +102,7 @@ def test_rotary_sees_distances_only():
     query, key = torch.randn(2, 1, 6, 1, 1, 8, dtype=torch.float64, generator=generator)
     products = []
     for shift in (0, 5):
-        rotary = rotary_angles(torch.arange(6)[None] + shift, 8, theta=10_000.0)
+        rotary = rotary_angles(torch.arange(6)[None] + shift, BackboneConfig(8, 1, 1, 8))
         turned = (rotate(states, *rotary)[0, :, 0, 0] for states in (query, key))  # [L, E] each
         products.append(next(turned) @ next(turned).T)
     assert torch.allclose(*products, rtol=0, atol=1e-5)  # the angles are float32

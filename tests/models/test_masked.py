@@ -205,12 +205,19 @@ def test_a_model_without_positions_is_refused():
 
 def test_missing_and_surplus_weights(folder):
     change(folder, {"bert.encoder.layer.2.bias": torch.zeros(1)})
-    assert "has also 1 weights: bert.encoder.layer.2.bias" in refused(folder)
+    assert "has 1 weights that have no place: bert.encoder.layer.2.bias" in refused(folder)
     change(folder, without="layer.1.")
     message = refused(folder)
     assert "lacks 16 weights: bert.encoder.layer.1.attention.output.LayerNorm.bias, " in message
     assert message.endswith(", ...")
     assert message.count("bert.encoder") == 10
+
+
+def test_a_model_larger_than_the_memory(folder, monkeypatch):
+    monkeypatch.setattr("unmask.models.importers.pretrained.available_memory", lambda: 1000)
+    for load in (unmask.load_denoiser, unmask.load_causal):
+        with pytest.raises(MemoryError, match=r"take at least 0\.0 GB of memory, of which 0\.0 GB are available"):
+            load(folder)
 
 
 def test_a_sequence_beyond_the_context():

@@ -32,6 +32,9 @@ class BackboneConfig:
 
     `kv_heads` < `heads` is grouped-query attention: H / K neighbouring queries share a key and a value.
 
+    `rope_frequencies`, if given, are the E / 2 angles by which a position turns its pairs, in the place of
+    rope_theta^(-2j/E), and `rope_scale` multiplies queries and keys: so are contexts stretched (YaRN and others).
+
     Rotary positions alone cannot tell the positions of a canvas that is all mask apart: attention then averages
     identical values, whatever its weights.  With a prompt they can, if slowly; unconditional tasks want both.
     """
@@ -47,6 +50,9 @@ class BackboneConfig:
     absolute_positions: bool = False
     kv_heads: int = 0  # K; 0: as many as heads
     head_width: int = 0  # E; 0: width / heads
+    qkv_bias: bool = False  # of the projection to queries, keys and values
+    rope_frequencies: tuple[float, ...] = ()
+    rope_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for field, (low, high) in _RANGES.items():
@@ -57,6 +63,8 @@ class BackboneConfig:
         require(self.head_width % 2 == 0, f"head_width must be even (rotary pairs), got {self.head_width}")
         if self.kv_heads and self.heads % self.kv_heads:
             raise UserError(f"heads {self.heads} must be a multiple of kv_heads = {self.kv_heads}")
+        given, half = len(self.rope_frequencies), self.E // 2
+        require(given in (0, half), f"rope_frequencies must be {half} numbers, half of a head's width, got {given}")
 
     @property
     def E(self) -> int:
@@ -93,11 +101,17 @@ SIZES = {
 Rotary = tuple[Tensor, Tensor]
 
 
-def rotary_angles(positions: Tensor, head_width: int, theta: float) -> Rotary:
+def rotary_angles(positions: Tensor, config: BackboneConfig) -> Rotary:
     """cos and signed sin of position * theta^(-2j/E) for j < E/2, each twice, as [B or 1, L, 1, 1, E] float32."""
-    frequencies = theta ** (-torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32) / head_width)
+    if config.rope_frequencies:
+        frequencies = torch.tensor(config.rope_frequencies, device=positions.device, dtype=torch.float32)
+    else:
+        even = torch.arange(0, config.E, 2, device=positions.device, dtype=torch.float32)
+        frequencies = config.rope_theta ** (-even / config.E)
     angles = positions[..., None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
+    if config.rope_scale != 1:
+        cos, sin = cos * config.rope_scale, sin * config.rope_scale
     return torch.cat([cos, cos], dim=-1)[:, :, None, None], torch.cat([-sin, sin], dim=-1)[:, :, None, None]
 
 
@@ -153,7 +167,7 @@ class Block(nn.Module):
         self.head_width = E
         self.groups = (H, K, K)  # the heads of queries, keys and values, in the order of the projection's rows
         self.attention_norm = RMSNorm(D, eps=config.norm_eps)
-        self.query_key_value = nn.Linear(D, sum(self.groups) * E, bias=False)
+        self.query_key_value = nn.Linear(D, sum(self.groups) * E, bias=config.qkv_bias)
         self.attention_out = nn.Linear(H * E, D, bias=False)
         self.query_norm = RMSNorm(E, eps=config.norm_eps) if config.qk_norm else None
         self.key_norm = RMSNorm(E, eps=config.norm_eps) if config.qk_norm else None
@@ -197,7 +211,7 @@ class Backbone(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
         everywhere = torch.arange(config.max_length)[None]
-        cos, sin = rotary_angles(everywhere, config.E, config.rope_theta)
+        cos, sin = rotary_angles(everywhere, config)
         self.register_buffer("cos", cos, persistent=False)  # [1, max_length, 1, 1, E]: a compiled pass that computed
         self.register_buffer("sin", sin, persistent=False)  # them would do so again in every block
         nn.init.normal_(self.embedding.weight, std=small_init(config.width))

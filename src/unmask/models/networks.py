@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -21,7 +20,8 @@ from unmask.variational.selection import NonEmpty, Selection
 class Denoiser(nn.Module):
     """mu_theta: a categorical over the V tokens at every position.
 
-    The mask token has the id V: the embedding knows it and the head does not, so it never gets mass.
+    The mask token has the id V: the embedding knows it and the head does not, so it never gets mass.  In a model of
+    other people it may be one of the V (`mask_token_id`): then its logit is -inf.
     There is no time input (as SMDM and LLaDA): how much is masked says it.
 
     `shift`: the distribution at n is read from the hidden state of the token before it, as in a causal language model,
@@ -30,19 +30,23 @@ class Denoiser(nn.Module):
 
     keeps_no_tensors = True  # no pass leaves a tensor behind in the module: safe in inference mode
     eos_token_id: int | None = None  # its task knows it
-    tokenizer: Tokenizer | None = None  # set by `load_denoiser`
+    tokenizer: Any = None  # set by `load_denoiser`: of tokenizers, or of transformers
 
-    def __init__(self, config: BackboneConfig, vocab_size: int, tied_head: bool = False, shift: bool = False) -> None:
+    def __init__(
+        self,
+        config: BackboneConfig,
+        vocab_size: int,
+        tied_head: bool = False,
+        shift: bool = False,
+        mask_token_id: int | None = None,
+    ) -> None:
         super().__init__()
         self.vocab_size, self.shift = vocab_size, shift
-        self.backbone = Backbone(config, vocab_size + 1)
+        self.mask_token_id = vocab_size if mask_token_id is None else mask_token_id
+        self.backbone = Backbone(config, max(vocab_size, self.mask_token_id + 1))
         self.head = None if tied_head else nn.Linear(config.width, vocab_size, bias=False)
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=small_init(config.width))
-
-    @property
-    def mask_token_id(self) -> int:
-        return self.vocab_size
 
     @property
     def context_length(self) -> int:
@@ -58,9 +62,8 @@ class Denoiser(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] from hidden states [..., D]; project only the positions that you need."""
         if self.head is not None:
-            projected: Tensor = self.head(hidden)
-            return projected
-        return hidden @ self.backbone.embedding.weight[: self.vocab_size].T
+            return without_mask(self.head(hidden), self.mask_token_id)
+        return without_mask(hidden @ self.backbone.embedding.weight[: self.vocab_size].T, self.mask_token_id)
 
     def forward(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return self.logits(self.hidden(tokens, attention_mask))
@@ -215,7 +218,7 @@ class Selector(nn.Module):
         x = x + self.read_time(time.to(hidden.dtype))
         if self.positions is not None:
             x = x + self.positions(positions).to(x.dtype)
-        rotary = rotary_angles(positions, self.shape.width // self.shape.heads, self.shape.rope_theta)
+        rotary = rotary_angles(positions, self.shape)
         for block in self.blocks:
             x = block(x, rotary, attend)
         return _in_full_precision(self.out, self.norm(x)) + self._start(log_odds, t, price)[..., 0]

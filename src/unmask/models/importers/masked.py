@@ -16,8 +16,9 @@ from unmask import files
 from unmask.display import say
 from unmask.errors import UserError, require
 from unmask.jsonl import parse_json
-from unmask.models.importers.llada import load_llada
-from unmask.models.importers.pretrained import Source, first_ten, read_by_transformers
+from unmask.models.importers.checkpoints import LLAMA_SHAPED, load_checkpoint
+from unmask.models.importers.pretrained import Source, check_keys, check_room, read_by_transformers
+from unmask.models.importers.vocabulary import check_ids
 from unmask.models.networks import Denoiser, without_mask
 from unmask.models.order_model import OrderModel
 
@@ -55,14 +56,24 @@ class LoadedDenoiser(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
-def load_denoiser(source: Any, *, mask_token_id: int | None = None, tokenizer: Any = None) -> LoadedDenoiser:
+def load_denoiser(
+    source: Any,
+    *,
+    mask_token_id: int | None = None,
+    tokenizer: Any = None,
+    bidirectional: bool = False,
+    shift: bool = True,
+) -> LoadedDenoiser:
     """A denoiser for `generate`, in eval mode.
 
     source: a run folder of unmask; a masked language model of transformers (`AutoModelForMaskedLM`), as a folder or
-        loaded; a folder of LLaDA; or any module or function that gives logits [B, L, V] from tokens [B, L] and
-        attention_mask [B, L] bool (False on padding, which is on the right; None: no padding).
-    mask_token_id: needed where no tokenizer says it.
+        loaded; a folder of LLaDA, Dream, or a causal model (Llama, Mistral, Qwen2, Qwen3); or any module or function
+        that gives logits [B, L, V] from tokens [B, L] and attention_mask [B, L] bool (False on padding, which is on the
+        right; None: no padding).
+    mask_token_id: needed where neither the folder nor the tokenizer says it.
     tokenizer: of transformers; for a folder, the one in it by default.
+    bidirectional: take the causal mask off a causal model, which should have been trained so.
+    shift: of such a model: read the token at n from the hidden state at n - 1, where a causal model predicts it.
 
         model = BertForMaskedLM.from_pretrained("my-bert")
         denoiser = unmask.load_denoiser(model, tokenizer=AutoTokenizer.from_pretrained("my-bert"))
@@ -79,10 +90,18 @@ def load_denoiser(source: Any, *, mask_token_id: int | None = None, tokenizer: A
                 "transformers saved"
             )
         else:
+            kind = values["model_type"]
+            if kind in LLAMA_SHAPED and not bidirectional:
+                raise UserError(
+                    f"{folder} is a causal model ({kind}), in which no position sees the later ones: give "
+                    "bidirectional=True if it was trained as a denoiser, else start from it with unmask.adapt_causal"
+                )
             if tokenizer is None and any((folder / name).is_file() for name in _TOKENIZERS):
-                tokenizer = read_by_transformers(place, "AutoTokenizer")  # without a file it would make one up
-            if values["model_type"] == "llada":
-                return load_llada(folder, values, mask_token_id, tokenizer)
+                # Without a file it would make one up.  Dream's own class is Qwen2's.
+                tokenizer = read_by_transformers(place, "Qwen2Tokenizer" if kind == "Dream" else "AutoTokenizer")
+            if kind in ("llada", "Dream", *LLAMA_SHAPED):
+                given = values.get("mask_token_id") if mask_token_id is None else mask_token_id
+                return load_checkpoint(place, values, _mask_id(given, tokenizer), tokenizer, shift=shift)
             source = _read_masked(place)
     if isinstance(source, OrderModel):
         source.denoiser.tokenizer = source.tokenizer
@@ -134,12 +153,7 @@ class MaskedLanguageModel(nn.Module):
         config, table = model.config, cast(nn.Embedding, model.get_input_embeddings())
         self.model, self.mask_token_id, self.tokenizer = model.eval(), mask_token_id, tokenizer
         self.eos_token_id, self.vocab_size = _eos_id(tokenizer), table.num_embeddings
-        largest = max(mask_token_id, len(tokenizer) - 1 if hasattr(tokenizer, "__len__") else 0)
-        require(
-            largest < self.vocab_size,
-            f"the tokens have ids up to {largest}, the model knows {self.vocab_size}: give the tokenizer that it was "
-            "trained with, or model.resize_token_embeddings(len(tokenizer)) and train the new ones",
-        )
+        check_ids(mask_token_id, tokenizer, self.vocab_size)
         self.head = HEADS.get(config.model_type, ())
         known = inspect.signature(model.forward).parameters
         require(
@@ -212,14 +226,13 @@ def _read_masked(source: Source) -> PreTrainedModel:
 
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
         raise UserError(_no_masked(f"{source.name}, a {config.model_type},"))
+    check_room(source)
     say(f"reading {source.name}", err=True)
     model, found = read_by_transformers(
         source, "AutoModelForMaskedLM", dtype=torch.float32, config=config, output_loading_info=True
     )
-    surplus = {key for key in found["unexpected_keys"] if not _BESIDE.search(key)}
-    for keys, what in ((found["missing_keys"], "lacks"), (surplus, "does not fit its config.json: it has also")):
-        if keys:
-            raise UserError(f"the checkpoint of {source.name} {what} {len(keys)} weights: {first_ten(keys)}")
+    surplus = (key for key in found["unexpected_keys"] if not _BESIDE.search(key))
+    check_keys(f"the checkpoint of {source.name}", found["missing_keys"], surplus)
     return model
 
 
@@ -233,6 +246,7 @@ def _check_masked(model: PreTrainedModel) -> None:
 
 def _no_masked(name: str) -> str:
     return (
-        f"{name} is no masked language model: load one with AutoModelForMaskedLM and is_decoder=False, turn a causal "
-        "one into a denoiser with unmask.adapt_causal, or give a function of (tokens, attention_mask)"
+        f"{name} is no masked language model: load one with AutoModelForMaskedLM and is_decoder=False, start from a "
+        "causal one with unmask.adapt_causal, give the folder of one that was trained as a denoiser with "
+        "bidirectional=True, or give a function of (tokens, attention_mask)"
     )

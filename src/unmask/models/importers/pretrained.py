@@ -5,7 +5,8 @@ A source is a folder in the format of Hugging Face, a GGUF file, or a name of PA
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer
 from unmask.display import say
 from unmask.errors import UserError
 from unmask.jsonl import parse_json
+from unmask.runtime import available_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,6 +90,7 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
 def load_causal(name: str | Path) -> Causal:
     """The model of a source in float32, with its tokenizer."""
     source = find_source(name)
+    check_room(source)
     say(f"reading {name}" + (", about half a minute" if source.gguf else ""), err=True)
     model = read_by_transformers(source, "AutoModelForCausalLM", dtype=torch.float32)
     return Causal(model, _tokenizer(source))
@@ -109,19 +112,47 @@ def _tokenizer(source: Source) -> Tokenizer:
 
 def read_by_transformers(source: Source, cls: str, **options: Any) -> Any:
     """What `cls`.from_pretrained makes of a source; code that comes with it is not run."""
-    needed = ("transformers", "gguf") if source.gguf else ("transformers",)
-    if missing := [package for package in needed if find_spec(package) is None]:
-        raise UserError(f"{source.name} is read by {' and '.join(missing)}: pip install 'unmask[pretrained]'")
-    import transformers
-
     if source.gguf:
         options["gguf_file"] = source.gguf
-    try:
+    with reading(source):
+        import transformers
+
         return getattr(transformers, cls).from_pretrained(
             str(source.folder), local_files_only=True, trust_remote_code=False, **options
         )
-    except Exception as error:  # whatever a file that is missing, damaged or of another kind makes transformers raise
+
+
+@contextmanager
+def reading(source: Source) -> Iterator[None]:
+    """One line for what a file that is missing, damaged or of another kind makes transformers raise."""
+    needed = ("transformers", "gguf") if source.gguf else ("transformers",)
+    if missing := [package for package in needed if find_spec(package) is None]:
+        raise UserError(f"{source.name} is read by {' and '.join(missing)}: pip install 'unmask[pretrained]'")
+    try:
+        yield
+    except Exception as error:
         raise UserError(f"transformers cannot read {source.name}: {_first_line(error)}") from None
+
+
+def check_room(source: Source) -> None:
+    """MemoryError where the files of the weights are larger than the memory that is left."""
+    folder = source.folder
+    found = [folder / source.gguf] if source.gguf else list(folder.glob("model*.safetensors"))
+    found = found or list(folder.glob("pytorch_model*.bin"))
+    needed, available = sum(path.stat().st_size for path in found), available_memory()
+    if needed > available:
+        raise MemoryError(
+            f"the weights of {source.name} take at least {needed / 1e9:,.1f} GB of memory, of which "
+            f"{available / 1e9:,.1f} GB are available: take a smaller model, or free some memory"
+        )
+
+
+def check_keys(where: str, missing: Iterable[str], surplus: Iterable[str]) -> None:
+    """UserError with the first ten weights that a checkpoint lacks, or that its model has no place for."""
+    for keys, what in ((sorted(missing), "lacks {} weights"), (sorted(surplus), "has {} weights that have no place")):
+        if keys:
+            shown = ", ".join(keys[:10]) + (", ..." if len(keys) > 10 else "")
+            raise UserError(f"{where} {what.format(len(keys))}: {shown}")
 
 
 def _eos(folder: Path, tokenizer: Tokenizer) -> str | None:
@@ -139,11 +170,6 @@ def _eos(folder: Path, tokenizer: Tokenizer) -> str | None:
         if index is not None:
             return tokenizer.id_to_token(index[0] if isinstance(index, list) else index)
     return None
-
-
-def first_ten(keys: Iterable[str]) -> str:
-    ordered = sorted(keys)
-    return ", ".join(ordered[:10]) + (", ..." if len(ordered) > 10 else "")
 
 
 def _first_line(error: BaseException) -> str:

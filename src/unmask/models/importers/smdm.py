@@ -1,19 +1,13 @@
 """Checkpoints of SMDM (Nie et al. 2025, github.com/ML-GSAI/SMDM): masked diffusion models in the form of lit-gpt.
 
-    transformer.wte.weight                 [V + 1, D], the mask token's is the last
-    transformer.h.I.norm_1.weight          [D]
-    transformer.h.I.attn.attn.weight       [(H + 2 K) E, D], group after group: its H / K queries, its key, its value
-    transformer.h.I.attn.proj.weight       [D, H E]
-    transformer.h.I.norm_2.weight          [D]
-    transformer.h.I.mlp.swiglu.w{1,2,3}.weight   gate and up [intermediate, D], down [D, intermediate]
-    transformer.ln_f.weight                [D]
-    lm_head.weight                         [V, D]
+The embedding [V + 1, D] has a row more than the head [V, D]: the last is that of the mask token.
 
 Rotary pairs are (x_j, x_{j + E/2}), as here.  SMDM rounds their cosines and sines to bfloat16; here they are float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -24,8 +18,21 @@ from torch import Tensor
 
 from unmask.errors import UserError
 from unmask.models.backbone import BackboneConfig
+from unmask.models.importers.checkpoints import translated
 from unmask.models.importers.vocabulary import ids_in, rows, vocabulary_of
 from unmask.models.order_model import OrderModel, OrderModelConfig, with_mask_token
+
+SMDM = {
+    "embedding": ("transformer.wte",),
+    "attention_norm": ("transformer.h.I.norm_1",),
+    "query_key_value": ("transformer.h.I.attn.attn",),
+    "attention_out": ("transformer.h.I.attn.proj",),
+    "mlp_norm": ("transformer.h.I.norm_2",),
+    "gate_up": ("transformer.h.I.mlp.swiglu.w1", "transformer.h.I.mlp.swiglu.w2"),
+    "down": ("transformer.h.I.mlp.swiglu.w3",),
+    "norm": ("transformer.ln_f",),
+    "head": ("lm_head",),
+}
 
 
 def load_smdm(
@@ -46,8 +53,9 @@ def load_smdm(
         theirs = {name: tensor.float() for name, tensor in load_file(path).items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is no safetensors file: {error}") from None
-    weights = _translated(theirs, shape, ids_in(whole, vocabulary), path)
-    for name, wanted in model.denoiser.state_dict().items():
+    empty = model.denoiser.state_dict()
+    weights = _translated(theirs, empty, shape, ids_in(whole, vocabulary), path)
+    for name, wanted in empty.items():
         if weights[name].shape != wanted.shape:
             raise UserError(
                 f"{path} is of another size: its {name} is {list(weights[name].shape)}, and of the model given "
@@ -58,37 +66,18 @@ def load_smdm(
 
 
 def _translated(
-    theirs: dict[str, Tensor], shape: BackboneConfig, ids: list[int | None], path: str | Path
+    theirs: dict[str, Tensor], wanted: Iterable[str], shape: BackboneConfig, ids: list[int | None], path: str | Path
 ) -> dict[str, Tensor]:
     """The weights of the denoiser by our names; `ids` are the rows of the vocabulary."""
-
-    def take(name: str) -> Tensor:
-        if f"{name}.weight" not in theirs:
-            raise UserError(f"{path} is no SMDM checkpoint of {shape.layers} layers: {name}.weight is not in it")
-        return theirs.pop(f"{name}.weight")
-
-    embedding, head = take("transformer.wte"), take("lm_head")
+    ours = translated(theirs, wanted, SMDM, f"{path} is no SMDM checkpoint of {shape.layers} layers: it")
+    embedding, head = ours["backbone.embedding.weight"], ours["head.weight"]
     if len(embedding) != len(head) + 1:
         raise UserError(f"{path} has no embedding of the mask token: {len(embedding)} of {len(head)} tokens")
     if max(index or 0 for index in ids) >= len(head):
         raise UserError(f"{path} has {len(head)} tokens, fewer than its tokenizer: give the one it was trained with")
-
-    ours = {
-        "backbone.embedding.weight": torch.cat([rows(embedding[:-1], ids), embedding[-1:]]),
-        "backbone.norm.weight": take("transformer.ln_f"),
-        "head.weight": rows(head, ids),
-    }
-    for layer in range(shape.layers):
-        there, here = f"transformer.h.{layer}", f"backbone.blocks.{layer}"
-        ours[f"{here}.attention_norm.weight"] = take(f"{there}.norm_1")
-        ours[f"{here}.query_key_value.weight"] = _by_kind(take(f"{there}.attn.attn"), shape)
-        ours[f"{here}.attention_out.weight"] = take(f"{there}.attn.proj")
-        ours[f"{here}.mlp_norm.weight"] = take(f"{there}.norm_2")
-        ours[f"{here}.gate_up.weight"] = torch.cat([take(f"{there}.mlp.swiglu.w{i}") for i in (1, 2)])
-        ours[f"{here}.down.weight"] = take(f"{there}.mlp.swiglu.w3")
-    if theirs:
-        raise UserError(f"{path} is no SMDM checkpoint of {shape.layers} layers: it also has {min(theirs)}")
-    return ours
+    ours["backbone.embedding.weight"] = torch.cat([rows(embedding[:-1], ids), embedding[-1:]])
+    ours["head.weight"] = rows(head, ids)
+    return {name: _by_kind(x, shape) if "query_key_value" in name else x for name, x in ours.items()}
 
 
 def _by_kind(weight: Tensor, shape: BackboneConfig) -> Tensor:

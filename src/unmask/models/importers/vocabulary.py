@@ -101,6 +101,16 @@ def ids_in(tokenizer: Tokenizer, vocabulary: Sequence[str]) -> list[int | None]:
     return [ids.get(token) for token in vocabulary]
 
 
+def check_ids(mask_token_id: int, tokenizer: Any, vocab_size: int) -> None:
+    """UserError where the mask token or another of the tokenizer's (of transformers, or None) is not one of the V."""
+    largest = max(mask_token_id, len(tokenizer) - 1 if hasattr(tokenizer, "__len__") else 0)
+    if mask_token_id < 0 or largest >= vocab_size:
+        raise UserError(
+            f"the tokens have ids up to {largest}, the model knows {vocab_size}: give the tokenizer that it was "
+            "trained with, or model.resize_token_embeddings(len(tokenizer)) and train the new ones"
+        )
+
+
 def rows(table: Tensor, ids: Sequence[int | None]) -> Tensor:
     """The rows of a vocabulary's table; their mean for a token that has none."""
     known = torch.tensor([len(table) if index is None else min(index, len(table)) for index in ids])
