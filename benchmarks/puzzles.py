@@ -54,6 +54,14 @@ VARIANTS = {
     "latin-square, frozen": ("latin-square", ["order.denoiser_rate=0.0"]),
     "latin-square, joint 5e-4": ("latin-square", ["order.denoiser_rate=5e-4"]),
     "chain, T = 5": ("chain", ["order.budget=5", "evaluate.budgets=[5]"]),
+    **{  # LO-ARM writes one token per step; at fewer steps there is nothing to compare
+        f"{name}, LO-ARM": (name, ["order.selection=one", f"order.budget={steps}", f"evaluate.budgets=[{steps}]"])
+        for name, steps in (("chain", 16), ("latin-square", 10), ("permutation", 8))
+    },
+    **{
+        f"{name}, UPO": (f"{name}-self", ["order.reference_weight=0.1"])
+        for name in ("addition", "chain", "latin-square", "permutation")
+    },
 }
 
 INTRODUCTION = """# The puzzles
