@@ -82,13 +82,15 @@ def sample(
     top_k: int = 0,
     seed: int = 0,
     trust_task: bool = False,
+    denoiser: Any = None,
+    any_denoiser: bool = False,
 ) -> Iterator[list[Writing]]:
     """What each policy writes for each of the first `num` held-out examples, or for those in `examples`.
 
     prompts: in their place.
     find: right or wrong for each policy, such as "right,wrong": only examples where the policies are so.
     """
-    model, plain, task, recipe = open_run(run, torch.device("cpu"), split, trust_task)
+    model, plain, task, recipe = open_run(run, torch.device("cpu"), split, trust_task, denoiser, any_denoiser)
     names = policies or ["learned" if model.selector is not None else "top-prob"]
     rules = [parse_policy(name, model.selector) for name in names]
     words = [word.strip() for word in find.split(",")] if find else []
@@ -156,7 +158,8 @@ def write(
     frames, when = [], torch.full_like(canvases[0], PROMPT)
     for i, (before, after) in enumerate(pairwise(canvases)):
         when = torch.where((before == mask) & (after != mask), i, when)
-        frames.append(spans(task, after[shown[here]].tolist(), when[shown[here]].tolist()))
+        seen = torch.where(after == mask, len(task.vocabulary), after)  # the mask may be one of the task's tokens
+        frames.append(spans(task, seen[shown[here]].tolist(), when[shown[here]].tolist()))
     question, wanted = (
         visible(task.text(truth.tokens[0][part].tolist())) if is_question else "" for part in (prompt, response)
     )

@@ -182,7 +182,7 @@ class SelfObjective(nn.Module):
         """
         model = self.model
         assert model.selector is not None
-        examples, layout = with_layout(examples, model)
+        examples, layout = with_layout(examples, model.selector)
         with torch.no_grad():
             reading = read_denoiser(model.denoiser, tokens, masked, layout, num_masked)
             log_mu, seen = self.read(reading.logits, reading.truth)
@@ -195,8 +195,10 @@ class SelfObjective(nn.Module):
                 chosen = self.choice.sample(reading.logits.detach(), u.flatten()[reading.at])
             proposed = reading.spread(chosen)
         seen, t = reading.spread(seen), budget - 1 - index
+        # Where it reads no hidden states, none are kept: they may be logits.
+        hidden = reading.hidden.detach() if model.selector.read_hidden else seen.new_empty(*masked.shape, 0)
         logits = checkpoint(
-            model.selector, reading.hidden.detach(), seen, masked, t, layout, budget, price, use_reentrant=False,
+            model.selector, hidden, seen, masked, t, layout, budget, price, use_reentrant=False,
             preserve_rng_state=False,
         )  # fmt: skip
         rule = model.selector.start_logits(seen, masked, t, price) if self.reference_weight else logits

@@ -80,6 +80,7 @@ def backbone_config(config: Any, max_length: int = 0) -> BackboneConfig:
 
 def _translated(model: PreTrainedModel, config: OrderModelConfig, ids: Sequence[int | None]) -> dict[str, Tensor]:
     """The weights of the denoiser by our names; `ids` are the rows of the causal model's vocabulary."""
+    assert isinstance(config.denoiser, BackboneConfig)
     theirs = {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
     def take(*names: str) -> Tensor:

@@ -16,6 +16,7 @@ from unmask import files
 from unmask.display import say
 from unmask.errors import UserError, require
 from unmask.jsonl import parse_json
+from unmask.models.frozen import FrozenDenoiser
 from unmask.models.importers.llada import load_llada
 from unmask.models.importers.pretrained import Source, first_ten, read_by_transformers
 from unmask.models.networks import Denoiser, without_mask
@@ -84,6 +85,9 @@ def load_denoiser(source: Any, *, mask_token_id: int | None = None, tokenizer: A
             if values["model_type"] == "llada":
                 return load_llada(folder, values, mask_token_id, tokenizer)
             source = _read_masked(place)
+    if isinstance(source, OrderModel) and isinstance(source.denoiser, FrozenDenoiser):
+        found: LoadedDenoiser = source.denoiser.network
+        return found
     if isinstance(source, OrderModel):
         source.denoiser.tokenizer = source.tokenizer
         source = source.denoiser
