@@ -28,7 +28,7 @@ from unmask.models.order_model import OrderModel, weights_hash
 from unmask.runtime import Processes, process_settings
 from unmask.tasks.diversity import distinct_range, sequence_codes
 from unmask.tasks.exact import ExactDenoiser
-from unmask.tasks.task import Examples, Task
+from unmask.tasks.task import Examples, Task, check_no_mask
 
 AnyModel = Denoiser | FrozenDenoiser | ExactDenoiser
 BATCH = 250  # sequences per pass
@@ -183,6 +183,7 @@ def _evaluate_chunk(
     """Generate for the test examples `ids`, which are consecutive."""
     started, task = time.perf_counter(), setup.task
     truth = task.examples(ids, "test")
+    check_no_mask(truth, engine.denoiser.mask_token_id, task.text)
     canvas = torch.where(truth.response, engine.denoiser.mask_token_id, truth.tokens).to(device)
     attended = truth.attention_mask.to(device)
     out = engine.generate(canvas, seed=setup.seed, ids=ids, attention_mask=attended, on_finished=advance)

@@ -171,18 +171,22 @@ def evaluate(
 
 def open_run(
     run: Path,
-    device: torch.device,
+    device: torch.device | None,
     split: str | None = None,
     trust_task: bool = False,
     denoiser: Any = None,
     any_denoiser: bool = False,
 ) -> tuple[OrderModel, OrderModel, Task, Recipe]:
-    """The model of a run, the one whose denoiser the heuristics run on, the task and the recipe, ready to use."""
+    """The model of a run, the one whose denoiser the heuristics run on, the task and the recipe, ready to use.
+
+    device: None is the CPU, but for a denoiser of the user's, which may be large, a GPU where there is one.
+    """
     model, plain, recipe, task = load_run(run, trust_task, denoiser, any_denoiser)
     if split is not None:
         task = task.on_split(split)
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
+    device = device or Processes(cpu=not recipe.model.denoiser).device
     return model.place(device), plain.place(device), task, recipe
 
 
