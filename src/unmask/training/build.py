@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from unmask.display import say
 from unmask.errors import UserError, prefixed, require
 from unmask.models.backbone import SIZES, BackboneConfig
 from unmask.models.frozen import FrozenDenoiser
@@ -115,6 +116,13 @@ def _check_tokens(denoiser: FrozenDenoiser, task: Task) -> None:
                 f"it has another tokenizer than task {task.name}: {token!r} is token {index} of the task, and "
                 f"{theirs.get(token, 'no token')} of the denoiser: leave task.tokenizer out, or name its own"
             )
+    end, theirs_end = task.eos_token_id, denoiser.eos_token_id
+    if None not in (end, theirs_end) and end != theirs_end:
+        names = task.vocabulary[end or 0], task.vocabulary[theirs_end or 0]
+        say(
+            "unmask: responses end with {!r}, and the denoiser's texts with {!r}: is task.eos right?".format(*names),
+            err=True,
+        )
 
 
 def _denoiser(recipe: Recipe, task: Task, copies: int) -> OrderModel:
