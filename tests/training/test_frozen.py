@@ -286,6 +286,10 @@ def test_any_function_from_python(here):
     again = OrderModel.from_pretrained("run", denoiser=denoiser)
     assert same(weights(again.selector), weights(model.selector))
     assert unmask.evaluate("run", policies="learned", denoiser=denoiser, cpu=True)[0].spec.learned
+    assert model.config.selector.positions == 0
+    even = unmask.load_denoiser(lambda tokens, attention_mask: torch.zeros(*tokens.shape, 4), mask_token_id=4)
+    unprompted = train("task={name='groups',groups=2,group_size=2,symbols=4}", out="groups", denoiser=even)
+    assert unprompted.config.selector.positions == 4, "on a canvas that is all mask, positions look alike"
     with pytest.raises(UserError, match=r"set model\.denoiser to a name for it"):
         unmask.train(unmask.load_recipe("groups"), "x", denoiser=denoiser)
 

@@ -87,17 +87,14 @@ def _on_frozen(recipe: Recipe, task: Task, denoiser: Any) -> OrderModel:
     with prefixed(f"model.denoiser = {named!r}"):
         frozen = FrozenDenoiser(load_denoiser(named) if denoiser is None else denoiser)
         _check_tokens(frozen, task)
-        reads = recipe.model.selector.reads
         no_hidden = "it gives no hidden states: set model.selector.reads = 'logits', or leave it out"
-        require(reads != "hidden" or frozen.width > 0, no_hidden)
-    selector = dataclasses.replace(
-        recipe.model.selector, reads=reads if reads != "auto" else "hidden" if frozen.width else "logits"
-    )
+        require(recipe.model.selector.reads != "hidden" or frozen.width > 0, no_hidden)
     place = frozen.config("" if denoiser is not None else str(Path(named).expanduser().absolute()))
+    examples = task.examples(torch.arange(2), "train")
+    all_written = bool((examples.response == examples.attention_mask).all())  # then all positions look alike at first
     with prefixed("model"):
-        config = OrderModelConfig(
-            len(task.vocabulary), place, selector=_selector(selector, order, frozen.width), selection=order.selection
-        )
+        selector = _selector(recipe.model.selector, order, frozen.width, task.length if all_written else 0)
+        config = OrderModelConfig(len(task.vocabulary), place, selector=selector, selection=order.selection)
     model = OrderModel(config, task.text_tokenizer or word_level_tokenizer(task.vocabulary), frozen)
     check_context(model, task, "set task.length, or give a model with a longer one")
     return model
@@ -232,7 +229,7 @@ def _selector(recipe: SelectorRecipe, order: OrderRecipe, denoiser_width: int, p
         prices=order.prices,
         start=order.start,
         spread=order.spread,
-        reads="logits" if recipe.reads == "logits" else "hidden",
+        reads="logits" if recipe.reads == "logits" or not denoiser_width else "hidden",
     )
 
 

@@ -6,7 +6,8 @@ RUN/config.json, model.safetensors, tokenizer.json    the model, written last: a
 RUN/recipe.json                                       the recipe, resolved
 RUN/metrics.jsonl                                     one object a line, each with its own checksum
 RUN/start.txt                                         where `init` or `model.denoiser` is given: hash of that denoiser
-RUN/denoiser/                                         the denoiser as it was before order learning
+RUN/denoiser/                                         the denoiser as it was before order learning, if the
+                                                      run has one of its own (`model.denoiser`: it lies elsewhere)
 RUN/exact/                                            evaluations of the exact posterior in its place
 RUN/baseline/                                         joint order learning only: that denoiser, trained further on as
                                                       many sequences without an order, for the heuristics;

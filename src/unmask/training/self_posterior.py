@@ -201,7 +201,7 @@ class SelfObjective(nn.Module):
             proposed = reading.spread(chosen)
         seen, t = reading.spread(seen), budget - 1 - index
         # Where it reads no hidden states, none are kept: they may be logits.
-        hidden = reading.hidden.detach() if model.selector.read_hidden else seen.new_empty(*masked.shape, 0)
+        hidden = reading.hidden.detach() if model.selector.read_hidden is not None else seen.new_empty(*masked.shape, 0)
         logits = checkpoint(
             model.selector, hidden, seen, masked, t, layout, budget, price, use_reentrant=False,
             preserve_rng_state=False,
