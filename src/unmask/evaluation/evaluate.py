@@ -93,7 +93,9 @@ class Setup:
 
 def fingerprint(denoiser: AnyModel) -> str:
     """What records call a denoiser: by its weights, or by the task whose posterior it is."""
-    return weights_hash(denoiser) if isinstance(denoiser, Denoiser) else denoiser.fingerprint
+    if isinstance(denoiser, ExactDenoiser | FrozenDenoiser):
+        return denoiser.fingerprint
+    return weights_hash(denoiser)
 
 
 def device_of(denoiser: AnyModel) -> torch.device:
