@@ -39,16 +39,20 @@ class FrozenDenoiser(nn.Module):
         self.eos_token_id, self.tokenizer = network.eos_token_id, network.tokenizer
         self.context_length: int | None = network.context_length
         self.fingerprint = weights_fingerprint(network) if isinstance(network, nn.Module) else ""
-        self.takes_layout = isinstance(getattr(network, "backbone", None), Backbone)
+        backbone = getattr(network, "backbone", None)
+        self.takes_layout = isinstance(backbone, Backbone)
         self.register_buffer("place_word", torch.zeros(()), persistent=False)  # where it is, if it has no weights
         self.requires_grad_(False).eval()
-        weight = next(self.parameters(), self.place_word)
-        asked = torch.full((1, 1), self.mask_token_id, device=weight.device)
-        hidden = self.hidden(asked)
-        logits = self.logits(hidden[0])
-        # Where there are no hidden states, logits stand for them (`LoadedDenoiser`).
-        self.width = 0 if hidden.shape == (1, *logits.shape) else hidden.shape[-1]
-        self.vocab_size: int = getattr(network, "vocab_size", logits.shape[-1])
+        self.width, self.vocab_size = 0, getattr(network, "vocab_size", None)  # of hidden states; None: not known
+        weight = next(self.parameters(), None)
+        if isinstance(backbone, Backbone):
+            self.width = backbone.config.width
+        elif weight is not None:  # else nothing tells where it runs, and it is taken for a function of logits
+            hidden = self.hidden(torch.full((1, 1), self.mask_token_id, device=weight.device))
+            logits = self.logits(hidden[0])
+            self.vocab_size = self.vocab_size or logits.shape[-1]
+            # Where there are no hidden states, logits stand for them (`LogitsDenoiser`).
+            self.width = 0 if hidden[0].shape == logits.shape else hidden.shape[-1]
 
     def config(self, folder: str) -> FrozenConfig:
         return FrozenConfig(folder, self.fingerprint, self.width, self.context_length or 0)

@@ -102,7 +102,8 @@ def _on_frozen(recipe: Recipe, task: Task, denoiser: Any) -> OrderModel:
 
 def _check_tokens(denoiser: FrozenDenoiser, task: Task) -> None:
     """A token has the same id for the denoiser as for the task."""
-    known, size = max(denoiser.vocab_size, denoiser.mask_token_id + 1), len(task.vocabulary)
+    size = len(task.vocabulary)
+    known = max(denoiser.vocab_size or size, denoiser.mask_token_id + 1)
     require(size <= known, f"it knows {known} tokens, and the tokenizer of task {task.name} has {size}: give its own")
     if denoiser.tokenizer is None or task.text_tokenizer is None:
         return
