@@ -14,7 +14,7 @@ from unmask.tasks import make_task
 BUILT_IN = sorted(path.stem for path in recipe_folder().glob("*.toml"))
 PAIRS = ["gsm8k-30m", "molecules", "statements", "sudoku", "waiting-lines"]
 IN_PAIRS = {name for denoiser in PAIRS for name in (denoiser, f"{denoiser}-self")}
-PUZZLES = [name for name in BUILT_IN if not name.startswith("gsm8k") and name not in IN_PAIRS]
+PUZZLES = [name for name in BUILT_IN if not name.startswith(("gsm8k", "order")) and name not in IN_PAIRS]
 
 
 @pytest.fixture

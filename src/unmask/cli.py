@@ -51,6 +51,13 @@ TrustTask = Annotated[
         help="Import the task and the rules of your own that the run's recipe names, which runs their code.",
     ),
 ]
+DenoiserFolder = Annotated[
+    Path | None,
+    Option(help="Of an order for a denoiser of yours: its folder.", show_default="that which the run names"),
+]
+AnyDenoiser = Annotated[
+    bool, Option("--any-denoiser", help="Run the order even on another denoiser than it was learned for.")
+]
 Split = Annotated[
     str | None, Option(help="The held-out split, where the task has several.", show_default="the recipe's")
 ]
@@ -318,6 +325,8 @@ def evaluate(
         Option(help="Of a step, with --bound and an order learned for prices.", show_default="the lowest"),
     ] = None,
     trust_task: TrustTask = False,
+    denoiser: DenoiserFolder = None,
+    any_denoiser: AnyDenoiser = False,
     cpu: Cpu = False,
 ) -> None:
     """Score policies on a run's task, compare them, and print tables; adds to RUN/results.jsonl.
@@ -325,6 +334,7 @@ def evaluate(
     Every verdict is kept in RUN/verdicts.jsonl as it is made: after a crash the same call resumes where it stopped.
     """
     options: dict[str, Any] = {"examples": examples, "seed": seed, "split": split, "trust_task": trust_task, "cpu": cpu}
+    options |= {"denoiser": denoiser, "any_denoiser": any_denoiser}
     if exact_denoiser and not bound:
         from unmask.evaluation.plan import exact_folder
 
@@ -526,6 +536,8 @@ def sample(
     trace: Annotated[bool, Option("--trace", help="Print every step of the unmasking.")] = False,
     svg: Annotated[Path | None, Option(help="Draw every step as a picture, into this file.")] = None,
     trust_task: TrustTask = False,
+    denoiser: DenoiserFolder = None,
+    any_denoiser: AnyDenoiser = False,
 ) -> None:
     """Generate, and show what was written when: every token is coloured by the step that revealed it."""
     from rich.console import Console
@@ -536,7 +548,7 @@ def sample(
         traces.check_picture(svg)
     console, found = Console(highlight=False), list[Any]()
     options: dict[str, Any] = {"split": split, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    options |= {"prompts": prompt or [], "trust_task": trust_task}
+    options |= {"prompts": prompt or [], "trust_task": trust_task, "denoiser": denoiser, "any_denoiser": any_denoiser}
     for written in traces.sample(run, policy or [], steps, num, example or [], find, **options):
         if not found:
             traces.print_legend(console, written[0])

@@ -57,9 +57,10 @@ def convert(hint: Any, value: Any, where: str) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
-    if origin in (Union, types.UnionType):  # X | None
-        inner = next(argument for argument in arguments if argument is not types.NoneType)
-        return None if value is None else convert(inner, value, where)
+    if origin in (Union, types.UnionType):  # X | None, or of several dataclasses the first that has all the keys
+        others = [argument for argument in arguments if argument is not types.NoneType]
+        known = (other for other in others[1:] if isinstance(value, Mapping) and value.keys() <= _hints(other).keys())
+        return None if value is None else convert(next(known, others[0]), value, where)
     if is_dataclass(hint):
         return build(hint, value, where)  # type: ignore[arg-type]
     if origin is Literal:

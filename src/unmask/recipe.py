@@ -2,7 +2,8 @@
 
 seed, init        top-level values
 [task]            name, and the options of that task; those left out are written out with their defaults
-[model]           the denoiser: `size`, or width, layers, heads, intermediate; [model.selector], [model.scorer]
+[model]           the denoiser: `size`, or width, layers, heads, intermediate; or `denoiser`, one that you have;
+                  [model.selector], [model.scorer]
 [denoise]         the plain masked-diffusion objective
 [order]           the paper's objective
 [evaluate]        what to compare when training is done
@@ -50,7 +51,7 @@ class ScorerRecipe:
 class SelectorRecipe(ScorerRecipe):
     width: int = 0  # 0: a quarter of the denoiser's, at least 32
     layers: int = 1
-    reads: Literal["hidden", "logits"] = "hidden"  # logits: no hidden states, only the confidences
+    reads: Literal["auto", "hidden", "logits"] = "auto"  # logits: the confidences alone; auto: hidden, if there are any
 
 
 _SHAPE = ("width", "layers", "heads", "intermediate")
@@ -67,6 +68,7 @@ class ModelRecipe:
     max_length: int = 0  # 0: the task's length
     absolute_positions: bool = False  # a learned vector per position; tasks without a prompt need it
     causal: str = ""  # a causal language model to start from, which has a shape: a folder, a .gguf, smollm2-135m
+    denoiser: str = ""  # one that you have, which stays as it is: a folder that `unmask.load_denoiser` reads
     shift: bool = False  # with causal: read each token from the hidden state of the token before it
     selector: SelectorRecipe = field(default_factory=SelectorRecipe)
     scorer: ScorerRecipe = field(default_factory=ScorerRecipe)
@@ -83,7 +85,8 @@ class ModelRecipe:
         elif given and missing:
             raise UserError(f"{', '.join(missing)} missing: give a size such as '34m', or {', '.join(_SHAPE)}")
         given += ["absolute_positions"] if self.absolute_positions else []
-        require(not (self.causal and given), f"causal = {self.causal!r} already says {', '.join(given)}: {either}")
+        for name, source in (("causal", self.causal), ("denoiser", self.denoiser)):
+            require(not (source and given), f"{name} = {source!r} already says {', '.join(given)}: {either}")
         if self.shift and not self.causal:
             raise UserError("shift = true is for a causal language model: give causal, or leave shift out")
 
@@ -268,8 +271,13 @@ class Recipe:
         if not is_own(str(self.task["name"])):  # that is code, which only `load_recipe` runs
             object.__setattr__(self, "task", _resolved_task(**self.task))
         require(bool(self.denoise or self.order), "nothing to train: give [denoise], [order] or both")
-        if not self.denoise and not self.init:
-            raise UserError("an order needs a denoiser: give [denoise], or init = 'the folder of an earlier run'")
+        if self.model.denoiser:
+            self._check_frozen()
+        elif not self.denoise and not self.init:
+            raise UserError(
+                "an order needs a denoiser: give [denoise], init = 'the folder of an earlier run', or model.denoiser = "
+                "'the folder of a model of yours'"
+            )
         if self.order and self.order.from_init and (not self.init or self.denoise):
             raise UserError("order.from_init trains an order further: set init to its run, and leave [denoise] out")
         if self.denoise and self.order and self.order.continued:
@@ -278,8 +286,18 @@ class Recipe:
             raise UserError(
                 f"init = {self.init!r} and model.causal = {self.model.causal!r} both say where to start: set one to ''"
             )
-        if not (self.init or self.model.causal) and not self.model.shape_given:
+        if not (self.init or self.model.causal or self.model.denoiser) and not self.model.shape_given:
             raise UserError("[model] has no shape: give a size such as '34m', or width, layers, heads and intermediate")
+
+    def _check_frozen(self) -> None:
+        """A denoiser of the user's stays as it is, so the selector is all that learns."""
+        name, model = f"model.denoiser = {self.model.denoiser!r}", self.model
+        given = {"init": self.init, "model.causal": model.causal, "model.max_length": model.max_length}
+        for other in [other for other, value in given.items() if value]:
+            raise UserError(f"{name} is where the run starts, and has a context: leave {other} out")
+        require(self.denoise is None, f"{name} stays as it is: leave [denoise] out")
+        alone = self.order is not None and self.order.posterior == "selector" and not self.order.denoiser_rate
+        require(alone, f"{name} is for an order of its own: set order.posterior = 'selector' and denoiser_rate = 0")
 
     @property
     def own_code(self) -> list[str]:

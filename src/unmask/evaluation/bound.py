@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,13 +67,15 @@ def evaluate_run_bound(
     seed: int | None = None,
     split: str | None = None,
     trust_task: bool = False,
+    denoiser: Any = None,
+    any_denoiser: bool = False,
     cpu: bool = False,
 ) -> BoundReport:
     """The bounds of a run, written to RUN/bound.json; what is not given is the recipe's.
 
     samples: trajectories of each sequence.  price: of a step, for a selector that knows prices; 0: the lowest.
     """
-    model, plain, task, recipe = open_run(run, Processes(cpu).device, split, trust_task)
+    model, plain, task, recipe = open_run(run, Processes(cpu).device, split, trust_task, denoiser, any_denoiser)
     seed, number = recipe.seed if seed is None else seed, examples or recipe.evaluate.examples
     bound = evaluate_bound(model, plain, task, number, samples, seed, price)
     write_text(run / "bound.json", sealed(asdict(bound)) + "\n")

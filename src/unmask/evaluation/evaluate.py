@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -21,13 +22,15 @@ from unmask.decoding.tokens import TokenChoice
 from unmask.errors import UserError
 from unmask.evaluation.records import EvaluationSpec, Outcome, Record, wilson_interval
 from unmask.evaluation.verdicts import Chunk, VerdictFile, joined, verdicts_in
+from unmask.models.frozen import FrozenDenoiser
 from unmask.models.networks import Denoiser, Selector
 from unmask.models.order_model import OrderModel, weights_hash
 from unmask.runtime import Processes, process_settings
 from unmask.tasks.diversity import distinct_range, sequence_codes
 from unmask.tasks.exact import ExactDenoiser
-from unmask.tasks.task import Examples, Task
+from unmask.tasks.task import Examples, Task, check_no_mask
 
+AnyModel = Denoiser | FrozenDenoiser | ExactDenoiser
 BATCH = 250  # sequences per pass
 CHUNK = 4 * BATCH  # sequences per line of verdicts: the most that a crash loses
 PICTURED = 24  # sequences whose reveal steps are kept for the picture
@@ -58,7 +61,7 @@ class Setup:
     precision: str = "no"  # "bf16" runs the denoiser's trunk under autocast; scores stay float32
     compile: bool = False
 
-    def denoiser_of(self, policy: Policy) -> Denoiser | ExactDenoiser:
+    def denoiser_of(self, policy: Policy) -> AnyModel:
         return (self.model if isinstance(policy, NetworkPolicy) else self.plain).denoiser
 
     def spec(self, policy: Policy, budget: int) -> EvaluationSpec:
@@ -88,13 +91,17 @@ class Setup:
         )
 
 
-def fingerprint(denoiser: Denoiser | ExactDenoiser) -> str:
+def fingerprint(denoiser: AnyModel) -> str:
     """What records call a denoiser: by its weights, or by the task whose posterior it is."""
-    return denoiser.fingerprint if isinstance(denoiser, ExactDenoiser) else weights_hash(denoiser)
+    if isinstance(denoiser, ExactDenoiser | FrozenDenoiser):
+        return denoiser.fingerprint
+    return weights_hash(denoiser)
 
 
-def device_of(denoiser: Denoiser | ExactDenoiser) -> torch.device:
-    return torch.device("cpu") if isinstance(denoiser, ExactDenoiser) else next(denoiser.parameters()).device
+def device_of(denoiser: AnyModel) -> torch.device:
+    if isinstance(denoiser, ExactDenoiser):
+        return torch.device("cpu")
+    return next(chain(denoiser.parameters(), denoiser.buffers())).device
 
 
 def response_sizes(task: Task, examples: int) -> Tensor:
@@ -178,6 +185,7 @@ def _evaluate_chunk(
     """Generate for the test examples `ids`, which are consecutive."""
     started, task = time.perf_counter(), setup.task
     truth = task.examples(ids, "test")
+    check_no_mask(truth, engine.denoiser.mask_token_id, task.text)
     canvas = torch.where(truth.response, engine.denoiser.mask_token_id, truth.tokens).to(device)
     attended = truth.attention_mask.to(device)
     out = engine.generate(canvas, seed=setup.seed, ids=ids, attention_mask=attended, on_finished=advance)

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,14 +30,14 @@ from unmask.evaluation.evaluate import (
 from unmask.evaluation.records import Record, append_records, read_records, read_run
 from unmask.evaluation.verdicts import VerdictFile
 from unmask.files import refuse_link
+from unmask.models.frozen import FrozenConfig, FrozenDenoiser
 from unmask.models.order_model import OrderModel
 from unmask.progress import progress
 from unmask.recipe import MOST_STEPS, EvaluateRecipe, Recipe, differences, load_recipe
 from unmask.runtime import Processes, precision_on
-from unmask.tasks import make_task
 from unmask.tasks.exact import EXACT, ExactDenoiser
 from unmask.tasks.task import Task
-from unmask.training.build import check_context, check_vocabulary
+from unmask.training.build import check_context, check_vocabulary, task_of
 from unmask.training.run import load_run, load_task
 from unmask.training.run_folder import prepare, read_recipe, store_recipe
 
@@ -65,6 +65,8 @@ def evaluate(
     compile: bool = False,
     bf16: bool = False,
     trust_task: bool = False,
+    denoiser: Any = None,
+    any_denoiser: bool = False,
     cpu: bool = False,
 ) -> list[Record]:
     """Evaluate policies x budgets: of a run folder, or of a model on a task.
@@ -93,7 +95,8 @@ def evaluate(
         check_vocabulary(model, task, "the model")
         task = task.on_split(split) if split else task
         shape = model.config.denoiser
-        label, defaults = f"{shape.layers}x{shape.width}", EvaluateRecipe()
+        found = Path(shape.folder).name if isinstance(shape, FrozenConfig) else f"{shape.layers}x{shape.width}"
+        label, defaults = found, EvaluateRecipe()
     else:
         if task is not None:
             raise UserError("a run has its own task: leave out `task`, or give a model instead of the run's folder")
@@ -106,8 +109,10 @@ def evaluate(
             require(not (compile or bf16 or guidance), no_network)
             _refuse_networks(policies)
         else:
-            model, plain, task, recipe = open_run(folder, processes.device, split, trust_task)
+            model, plain, task, recipe = open_run(folder, processes.device, split, trust_task, denoiser, any_denoiser)
         label, defaults = model_label(recipe), recipe.evaluate
+    if bf16 and isinstance(model.denoiser, FrozenDenoiser):
+        raise UserError("--bf16: a denoiser of your own is in bfloat16 on a GPU already, else in float32: leave it out")
     precision = precision_on(device_of(model.denoiser).type, "bf16" if bf16 else "no")
     if bf16 and precision == "no" and processes.is_main:
         say("unmask: without --bf16: bfloat16 is slower than float32 on this CPU", err=True)
@@ -165,15 +170,24 @@ def evaluate(
 
 
 def open_run(
-    run: Path, device: torch.device, split: str | None = None, trust_task: bool = False
+    run: Path,
+    device: torch.device | None,
+    split: str | None = None,
+    trust_task: bool = False,
+    denoiser: Any = None,
+    any_denoiser: bool = False,
 ) -> tuple[OrderModel, OrderModel, Task, Recipe]:
-    """The model of a run, the one whose denoiser the heuristics run on, the task and the recipe, ready to use."""
-    model, plain, recipe, task = load_run(run, trust_task)
+    """The model of a run, the one whose denoiser the heuristics run on, the task and the recipe, ready to use.
+
+    device: None is the CPU, but for a denoiser of the user's, which may be large, a GPU where there is one.
+    """
+    model, plain, recipe, task = load_run(run, trust_task, denoiser, any_denoiser)
     if split is not None:
         task = task.on_split(split)
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
-    return model.to(device), plain.to(device), task, recipe
+    device = device or Processes(cpu=not recipe.model.denoiser).device
+    return model.place(device), plain.place(device), task, recipe
 
 
 def exact_folder(source: Path, out: Path | None, overrides: Sequence[str] = (), trust_task: bool = False) -> Path:
@@ -191,7 +205,7 @@ def exact_folder(source: Path, out: Path | None, overrides: Sequence[str] = (), 
         recipe = load_recipe(source, overrides)
         if out is None:
             raise UserError("--exact-denoiser with a recipe needs --out, a folder for the records")
-        task, folder = make_task(**recipe.task), out
+        task, folder = task_of(recipe, Path(recipe.model.denoiser)), out
     ExactDenoiser(task)  # or says that it is not known
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, label=EXACT))
     prepare(folder, force=False)
@@ -218,7 +232,7 @@ def _refuse_networks(policies: Iterable[str | Policy]) -> None:
 def model_label(recipe: Recipe) -> str:
     """What records call a model: its label, the name of what it started from or of its size, or layers x width."""
     model = recipe.model
-    start = Path(recipe.init or model.causal).name
+    start = Path(recipe.init or model.causal or model.denoiser).name
     return model.label or start or model.size or f"{model.layers}x{model.width}"
 
 

@@ -1,4 +1,7 @@
-"""Denoiser, selector and scorer together, in a folder: config.json, model.safetensors, tokenizer.json, a manifest."""
+"""Denoiser, selector and scorer together, in a folder: config.json, model.safetensors, tokenizer.json, a manifest.
+
+An order for a denoiser of the user's is kept without it: config.json says where it lies, and its fingerprint.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -21,6 +26,7 @@ from unmask.errors import UserError, require
 from unmask.fields import build
 from unmask.jsonl import parse_json
 from unmask.models.backbone import BackboneConfig
+from unmask.models.frozen import FrozenConfig, FrozenDenoiser
 from unmask.models.networks import Denoiser, OrderScorer, Selector, SelectorConfig
 from unmask.runtime import available_memory
 from unmask.variational.selection import Bernoulli, NonEmpty, OneByOne, Selection
@@ -40,7 +46,7 @@ class OrderModelConfig:
     """Everything that is needed to build the networks.  A model without an order has no selector and no scorer."""
 
     vocab_size: int
-    denoiser: BackboneConfig
+    denoiser: BackboneConfig | FrozenConfig
     tied_head: bool = False
     shift: bool = False
     selector: SelectorConfig | None = None
@@ -58,11 +64,18 @@ class OrderModelConfig:
 class OrderModel(nn.Module):
     """The three networks of the bound.  `selector` and `scorer` are None before an order is learned."""
 
-    def __init__(self, config: OrderModelConfig, tokenizer: Tokenizer) -> None:
+    denoiser: Denoiser | FrozenDenoiser
+
+    def __init__(self, config: OrderModelConfig, tokenizer: Tokenizer, denoiser: FrozenDenoiser | None = None) -> None:
+        """denoiser: where the config names one of the user's."""
         super().__init__()
         self.config = config
         self.tokenizer = tokenizer
-        self.denoiser = Denoiser(config.denoiser, config.vocab_size, config.tied_head, config.shift)
+        if isinstance(config.denoiser, BackboneConfig):
+            self.denoiser = Denoiser(config.denoiser, config.vocab_size, config.tied_head, config.shift)
+        else:
+            assert denoiser is not None
+            self.denoiser = denoiser
         self.selector = Selector(config.selector, config.denoiser.width, self.selection) if config.selector else None
         self.scorer = OrderScorer(config.scorer, config.vocab_size, bool(config.teacher)) if config.scorer else None
 
@@ -70,13 +83,25 @@ class OrderModel(nn.Module):
     def selection(self) -> Selection:
         return SELECTIONS[self.config.selection]
 
+    @property
+    def stored(self) -> nn.ModuleDict:
+        """The networks that are saved."""
+        parts = self.named_children()
+        return nn.ModuleDict({name: part for name, part in parts if not isinstance(part, FrozenDenoiser)})
+
+    def place(self, device: torch.device) -> OrderModel:
+        """Move it to a device; a frozen denoiser is bfloat16 on a GPU and float32 on a CPU."""
+        if isinstance(self.denoiser, FrozenDenoiser):
+            self.denoiser.place(device)
+        return self.to(device)
+
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the folder.  config.json comes last: where it is, all is on the disk and in the manifest."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         files.read_manifest(folder)  # refuses another program's
         (folder / "config.json").unlink(missing_ok=True)
-        weights = {name: tensor.detach().contiguous().cpu() for name, tensor in self.state_dict().items()}
+        weights = {name: tensor.detach().contiguous().cpu() for name, tensor in self.stored.state_dict().items()}
         save_file(weights, folder / "model.safetensors")
         (folder / "model.safetensors").chmod(0o644)  # safetensors makes it private, unlike the files beside it
         self.tokenizer.save(str(folder / "tokenizer.json"))
@@ -85,8 +110,12 @@ class OrderModel(nn.Module):
         files.write_text(folder / "config.json", config)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> OrderModel:
-        """Read a folder written by `save_pretrained`; ModelFolderError in one line if it is not one."""
+    def from_pretrained(cls, folder: str | Path, denoiser: Any = None, any_denoiser: bool = False) -> OrderModel:
+        """Read a folder written by `save_pretrained`; ModelFolderError in one line if it is not one.
+
+        denoiser: that of an order which is kept without it, if it does not lie where it lay: a folder, or what
+            `load_denoiser` gave.  any_denoiser: run the order on it even if it is another one.
+        """
         folder = Path(folder)
         if not folder.is_dir():
             raise ModelFolderError(f"{folder}: no such folder; give the run folder of a finished `unmask train`")
@@ -104,11 +133,11 @@ class OrderModel(nn.Module):
         with _damaged(folder / "tokenizer.json", Exception):  # tokenizers raises plain Exception
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         check_memory(config, copies=1)
-        model = cls(config, tokenizer)
+        model = cls(config, tokenizer, _frozen(config, folder, denoiser, any_denoiser))
         with _damaged(weights, SafetensorError):
             tensors = load_file(weights)
         try:
-            model.load_state_dict(tensors)
+            model.stored.load_state_dict(tensors)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1].strip()
             raise ModelFolderError(f"{weights} does not fit config.json: {reason}") from None
@@ -117,9 +146,9 @@ class OrderModel(nn.Module):
 
 def check_memory(config: OrderModelConfig, copies: int) -> None:
     """Raise MemoryError, before networks of this shape are built, if there is no room for so many copies of them."""
-    networks = [config.denoiser, *([config.scorer] if config.scorer else [])]
-    weights = sum(network.num_weights(config.vocab_size + 1) for network in networks)
-    weights += 0 if config.tied_head else config.vocab_size * config.denoiser.width
+    own, weights = config.denoiser if isinstance(config.denoiser, BackboneConfig) else None, 0
+    weights += sum(network.num_weights(config.vocab_size + 1) for network in (own, config.scorer) if network)
+    weights += 0 if config.tied_head or own is None else config.vocab_size * own.width
     weights += config.selector.shape.num_weights() if config.selector else 0
     needed, available = 4 * copies * weights, available_memory()
     if needed > available:
@@ -142,6 +171,32 @@ def with_mask_token(tokenizer: Tokenizer) -> Tokenizer:
     copy = Tokenizer.from_str(tokenizer.to_str())
     copy.add_special_tokens([MASK_TOKEN])
     return copy
+
+
+def _frozen(config: OrderModelConfig, folder: Path, given: Any, any_denoiser: bool) -> FrozenDenoiser | None:
+    """The denoiser of an order that is kept without it; None where the folder holds one."""
+    named = config.denoiser
+    if not isinstance(named, FrozenConfig):
+        if given is not None:
+            raise ModelFolderError(f"{folder} has a denoiser of its own: leave the other one out (--denoiser)")
+        return None
+    from unmask.models.importers.masked import load_denoiser  # which reads folders of this module too
+
+    source = given or named.folder
+    if not source:
+        raise ModelFolderError(f"the order in {folder} was learned for a denoiser that Python gave: give denoiser=")
+    name = source if isinstance(source, str | Path) else "the one given"
+    if isinstance(source, str | Path):
+        if not Path(source).expanduser().is_dir():
+            raise ModelFolderError(f"the denoiser of {folder} is not in {source}: give its folder with --denoiser")
+        source = load_denoiser(source)
+    frozen = source if isinstance(source, FrozenDenoiser) else FrozenDenoiser(source)
+    if frozen.fingerprint != named.fingerprint and not any_denoiser:
+        raise ModelFolderError(
+            f"the order in {folder} was learned for another denoiser ({named.fingerprint}) than {name} "
+            f"({frozen.fingerprint}): give that one with --denoiser, or run it on this one with --any-denoiser"
+        )
+    return frozen
 
 
 def _read_config(path: Path) -> OrderModelConfig:

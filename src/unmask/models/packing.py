@@ -63,6 +63,13 @@ class Layout(NamedTuple):
         ends = ends.int()
         return cls(positions.flatten()[at][None], Spans(ends, L), at, (B, L), num_tokens)
 
+    @property
+    def attended(self) -> Tensor | None:
+        """[B, L] bool: False on padding; None: no padding."""
+        if self.at is not None:
+            return self.put(torch.ones_like(self.positions, dtype=torch.bool))
+        return self.attend[:, 0, 0] if isinstance(self.attend, Tensor) else None
+
     def take(self, values: Tensor) -> Tensor:
         """[1, M, ...] from values [B, L, ...] where packed."""
         return values if self.at is None else values.flatten(0, 1)[self.at][None]

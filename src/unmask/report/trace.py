@@ -19,9 +19,10 @@ from unmask.decoding.policies import NetworkPolicy, Policy, parse_policy
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import in_html, in_markup, visible
 from unmask.errors import UserError, require
+from unmask.evaluation.evaluate import device_of
 from unmask.evaluation.plan import open_run
 from unmask.progress import watched
-from unmask.tasks.task import Task
+from unmask.tasks.task import Task, check_no_mask
 
 MASK, END = "·", "░"
 BROKEN, LETTER = "\ufffd", 4  # what a decoder writes for a part of a letter, and the most bytes of one
@@ -60,7 +61,7 @@ class _Watched:
         self.denoiser, self.mask_token_id, self.passes = denoiser, denoiser.mask_token_id, list[Any]()
 
     def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        self.passes.append(tokens[0].clone())
+        self.passes.append(tokens[0].clone().cpu())
         return self.denoiser.hidden(tokens, attention_mask)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -82,13 +83,16 @@ def sample(
     top_k: int = 0,
     seed: int = 0,
     trust_task: bool = False,
+    denoiser: Any = None,
+    any_denoiser: bool = False,
 ) -> Iterator[list[Writing]]:
     """What each policy writes for each of the first `num` held-out examples, or for those in `examples`.
 
     prompts: in their place.
     find: right or wrong for each policy, such as "right,wrong": only examples where the policies are so.
     """
-    model, plain, task, recipe = open_run(run, torch.device("cpu"), split, trust_task)
+    model, plain, task, recipe = open_run(run, None, split, trust_task, denoiser, any_denoiser)
+    device = device_of(model.denoiser)
     names = policies or ["learned" if model.selector is not None else "top-prob"]
     rules = [parse_policy(name, model.selector) for name in names]
     words = [word.strip() for word in find.split(",")] if find else []
@@ -108,9 +112,9 @@ def sample(
 
     def written(example: int) -> Iterator[Writing]:
         for rule in rules:
-            denoiser = (model if isinstance(rule, NetworkPolicy) else plain).denoiser
+            used = (model if isinstance(rule, NetworkPolicy) else plain).denoiser
             prompt = prompts[example] if prompts else None
-            yield write(denoiser, task, rule, budget, example, choice, seed, prompt)
+            yield write(used, task, rule, budget, example, choice, seed, prompt, device)
 
     if not wanted:
         yield from (list(written(example)) for example in candidates)
@@ -137,32 +141,37 @@ def write(
     choice: TokenChoice,
     seed: int,
     given: str | None = None,
+    device: torch.device | str = "cpu",
 ) -> Writing:
     """Generate for one held-out example and keep every canvas; in a batch the result would be the same.
 
     given: a prompt to generate for instead; the example is then a number that names the random draws.
+    device: that of the networks.
     """
     ids, mask, watched = torch.tensor([example]), denoiser.mask_token_id, _Watched(denoiser)
     truth = task.examples(ids, "test") if given is None else task.prompted(given)
+    check_no_mask(truth, mask, task.text)
     canvas = torch.where(truth.response, mask, truth.tokens)
     engine = Engine(watched, rule, budget, choice)
-    out = engine.generate(canvas, seed=seed, ids=ids, attention_mask=truth.attention_mask)
-    here, response = out.attention_mask[0], truth.response[0]
+    out = engine.generate(canvas.to(device), seed=seed, ids=ids, attention_mask=truth.attention_mask.to(device))
+    tokens, steps = out.tokens.cpu(), out.reveal_step.cpu()
+    here, response = out.attention_mask[0].cpu(), truth.response[0]
     prompt = here & ~response
     # The prompt of a text is shown as a question, without the tokens; one that stands around the response, with them.
     is_question = task.text_tokenizer is not None and not (prompt & (response.cumsum(-1) > 0)).any()
     shown = response if is_question else here
-    canvases = [seen[: here.sum()] for seen in watched.passes] + [out.tokens[0][here]]  # without padding
+    canvases = [seen[: here.sum()] for seen in watched.passes] + [tokens[0][here]]  # without padding
     frames, when = [], torch.full_like(canvases[0], PROMPT)
     for i, (before, after) in enumerate(pairwise(canvases)):
         when = torch.where((before == mask) & (after != mask), i, when)
-        frames.append(spans(task, after[shown[here]].tolist(), when[shown[here]].tolist()))
+        seen = torch.where(after == mask, len(task.vocabulary), after)  # the mask may be one of the task's tokens
+        frames.append(spans(task, seen[shown[here]].tolist(), when[shown[here]].tolist()))
     question, wanted = (
         visible(task.text(truth.tokens[0][part].tolist())) if is_question else "" for part in (prompt, response)
     )
-    result = spans(task, out.tokens[0][shown].tolist(), out.reveal_step[0][shown].tolist())
+    result = spans(task, tokens[0][shown].tolist(), steps[0][shown].tolist())
     told = (example, rule.name, budget, question, wanted if given is None else "", frames, result, int(out.num_steps))
-    return Writing(*told, bool(task.valid(out.tokens, truth)[0]) if given is None and task.has_checker else None)
+    return Writing(*told, bool(task.valid(tokens, truth)[0]) if given is None and task.has_checker else None)
 
 
 def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -232,6 +232,13 @@ def asked(task: Task, prompt: Sequence[int], prompt_length: int) -> Examples:
     tokens = torch.full((1, task.length), task.eos_token_id or 0)
     tokens[0, prompt_length - size : prompt_length] = torch.tensor(prompt, dtype=torch.long)
     return Examples(tokens, place >= prompt_length, place >= prompt_length - size)
+
+
+def check_no_mask(examples: Examples, mask_token_id: int, text: Callable[[list[int]], str]) -> None:
+    """Raise UserError where a sequence holds the mask token itself: nothing tells it from what is to be written."""
+    for row in (examples.tokens == mask_token_id).any(-1).nonzero()[:1, 0].tolist():
+        shown = text(examples.tokens[row][examples.attention_mask[row]].tolist())
+        raise UserError(f"take the mask token, which stands for what is to be written, out of the text {shown[:80]!r}")
 
 
 def prompt_kept(tokens: Tensor, examples: Examples) -> Tensor:

@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 
+from unmask.display import say
 from unmask.errors import UserError, prefixed, require
 from unmask.models.backbone import SIZES, BackboneConfig
+from unmask.models.frozen import FrozenDenoiser
 from unmask.models.importers.causal import adapt_causal
+from unmask.models.importers.masked import load_denoiser
 from unmask.models.importers.pretrained import load_causal, load_tokenizer
 from unmask.models.importers.smdm import load_smdm
 from unmask.models.importers.vocabulary import vocabulary_of
 from unmask.models.networks import SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, check_memory, with_mask_token, word_level_tokenizer
-from unmask.recipe import ModelRecipe, OrderRecipe, Recipe, parse_teacher
+from unmask.recipe import ModelRecipe, OrderRecipe, Recipe, SelectorRecipe, parse_teacher
+from unmask.tasks import make_task
 from unmask.tasks.task import Task
 
 
-def build_model(recipe: Recipe, task: Task, copies: int) -> OrderModel:
+def task_of(recipe: Recipe, folder: Path) -> Task:
+    """The task of a recipe.  On a denoiser of the user's it has, if no other is named, the tokenizer in `folder`."""
+    options = dict(recipe.task)
+    if recipe.model.denoiser and options.get("tokenizer") == "" and (folder / "tokenizer.json").is_file():
+        options["tokenizer"] = str(folder / "tokenizer.json")
+    return make_task(**options)
+
+
+def build_model(recipe: Recipe, task: Task, copies: int, denoiser: Any = None) -> OrderModel:
     """New, from the seed, or what `init` has; the caller's random state is left alone.
 
     copies: how many of all weights the memory must hold to train them.
+    denoiser: that of `model.denoiser`, where it is not to be read from its folder.
     """
     with torch.random.fork_rng(), torch.device("cpu"):
         torch.manual_seed(recipe.seed)
+        if recipe.model.denoiser:
+            return _on_frozen(recipe, task, denoiser)
         denoiser = _denoiser(recipe, task, copies)
         if recipe.order is None:
             return denoiser
@@ -45,7 +62,7 @@ def without_order(model: OrderModel) -> OrderModel:
 
 def check_context(model: OrderModel, task: Task, instead: str) -> None:
     """A model has room for the sequences of the task."""
-    longest = model.config.denoiser.max_length
+    longest = model.config.denoiser.max_length or task.length
     sizes = f"sequences of {task.length} tokens, longer than the model's context of {longest}"
     require(task.length <= longest, f"task {task.name} has {sizes}: {instead}")
 
@@ -61,6 +78,49 @@ def check_vocabulary(model: OrderModel, task: Task, where: str) -> None:
                 f"{where} has another tokenizer than task {task.name}: its token {index} is {token!r}, the task's is "
                 f"{wanted!r}: give the run of the same task, with the same data and options"
             )
+
+
+def _on_frozen(recipe: Recipe, task: Task, denoiser: Any) -> OrderModel:
+    """A fresh selector for a denoiser of the user's."""
+    named, order = recipe.model.denoiser, recipe.order
+    assert order is not None
+    with prefixed(f"model.denoiser = {named!r}"):
+        frozen = FrozenDenoiser(load_denoiser(named) if denoiser is None else denoiser)
+        _check_tokens(frozen, task)
+        no_hidden = "it gives no hidden states: set model.selector.reads = 'logits', or leave it out"
+        require(recipe.model.selector.reads != "hidden" or frozen.width > 0, no_hidden)
+    place = frozen.config("" if denoiser is not None else str(Path(named).expanduser().absolute()))
+    examples = task.examples(torch.arange(2), "train")
+    all_written = bool((examples.response == examples.attention_mask).all())  # then all positions look alike at first
+    with prefixed("model"):
+        selector = _selector(recipe.model.selector, order, frozen.width, task.length if all_written else 0)
+        config = OrderModelConfig(len(task.vocabulary), place, selector=selector, selection=order.selection)
+    model = OrderModel(config, task.text_tokenizer or word_level_tokenizer(task.vocabulary), frozen)
+    check_context(model, task, "set task.length, or give a model with a longer one")
+    return model
+
+
+def _check_tokens(denoiser: FrozenDenoiser, task: Task) -> None:
+    """A token has the same id for the denoiser as for the task."""
+    size = len(task.vocabulary)
+    known = max(denoiser.vocab_size or size, denoiser.mask_token_id + 1)
+    require(size <= known, f"it knows {known} tokens, and the tokenizer of task {task.name} has {size}: give its own")
+    if denoiser.tokenizer is None or task.text_tokenizer is None:
+        return
+    theirs = denoiser.tokenizer.get_vocab()
+    for index, token in enumerate(task.vocabulary):
+        if theirs.get(token) != index:
+            raise UserError(
+                f"it has another tokenizer than task {task.name}: {token!r} is token {index} of the task, and "
+                f"{theirs.get(token, 'no token')} of the denoiser: leave task.tokenizer out, or name its own"
+            )
+    end, theirs_end = task.eos_token_id, denoiser.eos_token_id
+    if None not in (end, theirs_end) and end != theirs_end:
+        names = task.vocabulary[end or 0], task.vocabulary[theirs_end or 0]
+        say(
+            "unmask: responses end with {!r}, and the denoiser's texts with {!r}: is task.eos right?".format(*names),
+            err=True,
+        )
 
 
 def _denoiser(recipe: Recipe, task: Task, copies: int) -> OrderModel:
@@ -82,6 +142,8 @@ def _denoiser(recipe: Recipe, task: Task, copies: int) -> OrderModel:
 
 def _from_run(recipe: Recipe, task: Task) -> OrderModel:
     loaded, where = OrderModel.from_pretrained(recipe.init), f"init = {recipe.init!r}"
+    if isinstance(loaded.denoiser, FrozenDenoiser):
+        raise UserError(f"{where} has no denoiser of its own: set model.denoiser to that which it was learned for")
     check_context(loaded, task, "start from a run with a longer one")  # first: a longer task may have more tokens too
     check_vocabulary(loaded, task, where)
     if recipe.model.shape_given:
@@ -128,21 +190,14 @@ def _shape(model: ModelRecipe, task: Task) -> BackboneConfig:
 
 def _with_order(plain: OrderModel, networks: ModelRecipe, order: OrderRecipe) -> OrderModel:
     """The same denoiser with a fresh selector and scorer."""
-    trunk, selector, scorer = plain.config.denoiser, networks.selector, networks.scorer
+    trunk, scorer = plain.config.denoiser, networks.scorer
+    assert isinstance(trunk, BackboneConfig)
     scorer_width = scorer.width or trunk.width
     with prefixed("model"):
         config = dataclasses.replace(
             plain.config,
-            selector=SelectorConfig(
-                width=selector.width or max(32, trunk.width // 4),
-                layers=selector.layers,
-                heads=selector.heads,
-                budget=order.budget,
-                positions=trunk.max_length if trunk.absolute_positions else 0,
-                prices=order.prices,
-                start=order.start,
-                spread=order.spread,
-                reads=selector.reads,
+            selector=_selector(
+                networks.selector, order, trunk.width, trunk.max_length if trunk.absolute_positions else 0
             ),
             scorer=None
             if order.posterior == "selector"
@@ -163,6 +218,20 @@ def _with_order(plain: OrderModel, networks: ModelRecipe, order: OrderRecipe) ->
         model = OrderModel(config, plain.tokenizer)
     model.denoiser.load_state_dict(plain.denoiser.state_dict())
     return model
+
+
+def _selector(recipe: SelectorRecipe, order: OrderRecipe, denoiser_width: int, positions: int = 0) -> SelectorConfig:
+    return SelectorConfig(
+        width=recipe.width or max(32, denoiser_width // 4),
+        layers=recipe.layers,
+        heads=recipe.heads,
+        budget=order.budget,
+        positions=positions,
+        prices=order.prices,
+        start=order.start,
+        spread=order.spread,
+        reads="logits" if recipe.reads == "logits" or not denoiser_width else "hidden",
+    )
 
 
 def _take_order(model: OrderModel, source: str) -> None:

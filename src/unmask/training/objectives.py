@@ -215,6 +215,7 @@ class OrderObjective(nn.Module):
         Q may depend on x_0 in any way; that it depends on theta too is left out of theta's gradient.
         """
         assert self.teacher is not None
+        assert isinstance(self.model.denoiser, Denoiser)
         steps = reveal_steps(self.teacher, self.model.denoiser, examples, self.budget, self.parts.features)
         # In older versions of torch later passes would take the weights that autocast has cast here, without a graph.
         torch.clear_autocast_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from unmask.decoding.confidence import confidence, features, log_probabilities
+from unmask.models.frozen import FrozenDenoiser
 from unmask.models.networks import Denoiser
 from unmask.models.packing import Layout, places, scatter, stream_dtype
 from unmask.tasks.task import Examples
@@ -19,7 +21,7 @@ def with_layout(examples: Examples, network: nn.Module) -> tuple[Examples, Layou
 
     No mask where nothing is padded, which lets attention take its fastest path.
     """
-    weight, total = next(network.parameters()), int(examples.num_tokens.sum())
+    weight, total = next(chain(network.parameters(), network.buffers())), int(examples.num_tokens.sum())
     examples = examples.to(weight.device)
     attention_mask = None if total == examples.tokens.numel() else examples.attention_mask
     return examples, Layout.of(examples.tokens, attention_mask, stream_dtype(weight), total)
@@ -49,7 +51,7 @@ class Reading(NamedTuple):
 
 
 def read_denoiser(
-    denoiser: Denoiser,
+    denoiser: Denoiser | FrozenDenoiser,
     tokens: Tensor,
     masked: Tensor,
     attention_mask: Tensor | Layout | None,

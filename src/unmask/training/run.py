@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,13 +17,14 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, broadcast_object_list, parse_flag_from_env
 
 from unmask.errors import Stopped, UserError, require
+from unmask.models.frozen import FrozenDenoiser
+from unmask.models.networks import Denoiser
 from unmask.models.order_model import ModelFolderError, OrderModel, OrderModelConfig, weights_hash
 from unmask.own_code import source_of
 from unmask.recipe import DenoiseRecipe, OrderRecipe, Recipe, continued, flat, not_continued
 from unmask.runtime import precision_on, process_settings
-from unmask.tasks import make_task
 from unmask.tasks.task import Task
-from unmask.training.build import build_model, check_vocabulary, without_order
+from unmask.training.build import build_model, check_vocabulary, task_of, without_order
 from unmask.training.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, read_checkpoint
 from unmask.training.checkpointer import Checkpointer, stop_signal
 from unmask.training.compiled import compiled_networks
@@ -53,8 +55,9 @@ OnUpdate = Callable[[Stage, int], None]
 
 def train(
     recipe: Recipe,
-    out: Path,
+    out: str | Path,
     *,
+    denoiser: Any = None,
     force: bool = False,
     cpu: bool = False,
     allow_change: bool = False,
@@ -62,14 +65,25 @@ def train(
 ) -> OrderModel:
     """Train what the recipe says into the folder `out` and return the model; an unfinished run there is resumed.
 
+    denoiser: the one that `model.denoiser` names, where it is not to be read from that folder.  Any function will do:
+
+        denoiser = unmask.load_denoiser(my_function, mask_token_id=103)  # logits = my_function(tokens, attention_mask)
+        recipe = unmask.load_recipe("order-for-your-model", ["task.files=pairs.jsonl", "task.tokenizer=tokenizer.json"])
+        model = unmask.train(recipe, "runs/order", denoiser=denoiser)
+
     on_update: called before every update.  Raises Stopped when SIGTERM came and the run was saved.
     """
+    out, frozen = Path(out), recipe.model.denoiser
     for name in recipe.trackers:  # Accelerate passes over one that is not installed without a word
         require(find_spec(name) is not None, f"trackers: {name} is not installed; pip install {name}, or leave it out")
     if recipe.init and not Path(recipe.init).exists():  # told before the task is built, which may take minutes
         start = "give the run folder of a finished `unmask train`, or an SMDM .safetensors file"
         raise UserError(f"init = {recipe.init!r}: no such folder or file; {start}")
-    task = make_task(**recipe.task)
+    if denoiser is None:
+        check_denoiser_folder(recipe)
+    elif not frozen:
+        raise UserError("the recipe does not say that its denoiser is given: set model.denoiser to a name for it")
+    task = task_of(recipe, Path(frozen).expanduser())
     if recipe.order is not None and recipe.order.reward and not task.has_checker:
         raise UserError(f"order.reward needs a checker, and task {task.name} has none: leave it out")
     task.check()
@@ -79,7 +93,7 @@ def train(
         accelerator = stack.enter_context(_accelerator(recipe, precision, out, cpu))
         check_sharding(recipe, accelerator.distributed_type)
         # Weights, gradients and the two moments of Adam, which a GPU keeps in memory of its own.
-        model = build_model(recipe, task, copies=4 if accelerator.device.type == "cpu" else 1)
+        model = build_model(recipe, task, copies=4 if accelerator.device.type == "cpu" else 1, denoiser=denoiser)
         plain, changes = _continued_elsewhere(recipe, model), ""
         if accelerator.is_main_process:
             prepare(out, force)
@@ -89,6 +103,8 @@ def train(
                 store_recipe(recipe, out)
             if recipe.init:
                 note_start(out, weights_hash(model.denoiser))
+            if isinstance(model.denoiser, FrozenDenoiser):
+                note_start(out, model.denoiser.fingerprint, same=True)
         accelerator.wait_for_everyone()
         stop = stack.enter_context(stop_signal())
         if recipe.trackers:
@@ -101,6 +117,17 @@ def train(
             return _Training(recipe, task, out, accelerator, stop, changes, on_update).run(model, plain)
         except Stopped as stopped:
             raise Stopped(f"{stopped}; the same command resumes there") from None
+
+
+def check_denoiser_folder(recipe: Recipe) -> None:
+    """What is not there is told before the task is built, which may take minutes."""
+    named, folder = f"model.denoiser = {recipe.model.denoiser!r}", Path(recipe.model.denoiser).expanduser()
+    if not recipe.model.denoiser:
+        return
+    require(folder.is_dir(), f"{named}: no such folder; give that of a masked language model, or of a run")
+    if recipe.task.get("tokenizer") == "" and not (folder / "tokenizer.json").is_file():
+        save = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        raise UserError(f"{named} has no tokenizer.json: write it with {save}, or set task.tokenizer")
 
 
 def check_sharding(recipe: Recipe, distributed: DistributedType) -> None:
@@ -141,16 +168,18 @@ class _Training:
         """`model` is new, or what `init` has; `plain` is its denoiser, trained further by another run."""
         recipe, out, main = self.recipe, self.out, self.accelerator.is_main_process
         if (out / "config.json").exists():  # a crash came after the model was saved and before the rest was removed
-            model = OrderModel.from_pretrained(out).to(self.accelerator.device)
+            frozen = model.denoiser if isinstance(model.denoiser, FrozenDenoiser) else None
+            model = OrderModel.from_pretrained(out, frozen).place(self.accelerator.device)
             if main:
                 sweep(out)
             return model
-        model.to(self.accelerator.device)
+        model.place(self.accelerator.device)
         if main:
             warn_of_time(recipe, model, self.task, self.accelerator.device, self.accelerator.mixed_precision)
         before = self._before(model)
         if recipe.order is not None and before is not None:
-            model.denoiser.load_state_dict(before.denoiser.state_dict())
+            if before is not model:
+                model.denoiser.load_state_dict(before.denoiser.state_dict())
             self._order(model, recipe.order, out / "order" if recipe.is_joint else None)
             if recipe.is_joint and plain is not None:
                 self._save(plain, out / "baseline")
@@ -168,6 +197,8 @@ class _Training:
     def _before(self, model: OrderModel) -> OrderModel | None:
         """The plain denoiser, in RUN/denoiser if an order follows; without one, `model` itself has been trained."""
         recipe, folder = self.recipe, self.out / "denoiser"
+        if recipe.model.denoiser:
+            return model
         if recipe.order is not None and folder.exists():
             self.finished.append("denoise")
             before = OrderModel.from_pretrained(folder).to(self.accelerator.device)
@@ -217,6 +248,7 @@ class _Training:
             self.checkpoints.remove("order")
 
     def _denoise(self, stage: Stage, model: OrderModel, how: DenoiseRecipe) -> None:
+        assert isinstance(model.denoiser, Denoiser)
         objective = DenoiseObjective(model.denoiser, self.recipe.seed, self.compiled)
         self._stage(stage, objective, {"denoiser": (model.denoiser, how.learning_rate)}, how)
 
@@ -351,19 +383,22 @@ def load_task(folder: Path, trust_task: bool = False) -> tuple[Recipe, Task]:
             f"the recipe of {folder} names {name!r}, which would import {source_of(name)} and run its code: "
             "add --trust-task if you trust it"
         )
-    return recipe, make_task(**recipe.task)
+    return recipe, task_of(recipe, folder)
 
 
-def load_run(folder: Path, trust_task: bool = False) -> tuple[OrderModel, OrderModel, Recipe, Task]:
+def load_run(
+    folder: Path, trust_task: bool = False, denoiser: Any = None, any_denoiser: bool = False
+) -> tuple[OrderModel, OrderModel, Recipe, Task]:
     """The model of a finished run, the model whose denoiser the heuristics run on, the recipe and the task.
 
     The heuristics' denoiser is the model's own when the order was learned on frozen weights, else RUN/baseline.
+    denoiser, any_denoiser: see `OrderModel.from_pretrained`.
     """
     if (folder / "checkpoints").exists():
         raise RunFolderError(
             f"{folder} is not finished: wait for its `unmask train`, or give that command again if it was interrupted"
         )
-    model = OrderModel.from_pretrained(folder)
+    model = OrderModel.from_pretrained(folder, denoiser, any_denoiser)
     recipe, task = load_task(folder, trust_task)
     check_vocabulary(model, task, str(folder))
     if not recipe.is_joint:

@@ -5,8 +5,9 @@ RUN/manifest.json                                     size and SHA-256 of the fi
 RUN/config.json, model.safetensors, tokenizer.json    the model, written last: a folder without it is unfinished
 RUN/recipe.json                                       the recipe, resolved
 RUN/metrics.jsonl                                     one object a line, each with its own checksum
-RUN/start.txt                                         where `init` is given: hash of the denoiser that it gave
-RUN/denoiser/                                         the denoiser as it was before order learning
+RUN/start.txt                                         where `init` or `model.denoiser` is given: hash of that denoiser
+RUN/denoiser/                                         the denoiser as it was before order learning, if the
+                                                      run has one of its own (`model.denoiser`: it lies elsewhere)
 RUN/exact/                                            evaluations of the exact posterior in its place
 RUN/baseline/                                         joint order learning only: that denoiser, trained further on as
                                                       many sequences without an order, for the heuristics;
@@ -193,10 +194,15 @@ def store_recipe(recipe: Recipe, out: Path, changes: str = "") -> None:
         files.write_listed(out, path.name, text)
 
 
-def note_start(out: Path, denoiser: str) -> None:
-    """Keep the hash of the weights that a run starts from; a resumed run has started from what is noted."""
+def note_start(out: Path, denoiser: str, same: bool = False) -> None:
+    """Keep the hash of the weights that a run starts from; a resumed run has started from what is noted.
+
+    same: they are read again from where they lie, so they must still be the same.
+    """
     if not (any((out / "checkpoints").glob("*")) or (out / "denoiser").exists()):
         files.write_listed(out, "start.txt", f"{denoiser}\n")
+    elif same and (out / "start.txt").read_text(encoding="utf-8").strip() != denoiser:
+        raise RunFolderError(f"{out} was begun with another denoiser: give that one, or --force to start over")
 
 
 def save_stage(model: OrderModel, folder: Path) -> None:

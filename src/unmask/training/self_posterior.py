@@ -6,6 +6,7 @@ Legend: B sequences, k trajectories of each, L positions, T the largest budget, 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unmask.decoding.tokens import TokenChoice
+from unmask.models.frozen import FrozenDenoiser
 from unmask.models.order_model import OrderModel
 from unmask.models.packing import scatter
 from unmask.rng import Purpose, uniforms
-from unmask.tasks.task import Examples, Task, to_device
+from unmask.tasks.task import Examples, Task, check_no_mask, to_device
 from unmask.training.objectives import Outcome
 from unmask.training.reading import log_likelihood, read_denoiser, selector_features, with_layout
 from unmask.variational.selection import Selection
@@ -80,6 +82,9 @@ class SelfObjective(nn.Module):
         assert self.model.selector is not None
         device = next(self.model.parameters()).device
         examples, ids = examples.to(device), to_device(ids, device)
+        if isinstance(denoiser := self.model.denoiser, FrozenDenoiser):  # its mask may be one of the task's tokens
+            tokenizer = self.model.tokenizer
+            check_no_mask(examples, denoiser.mask_token_id, partial(tokenizer.decode, skip_special_tokens=False))
         low, high = self.model.selector.prices or (1.0, 1.0)
         price = to_device((math.log(low) + u.double() * math.log(high / low)).exp().float(), device)
         orders = self.orders(examples, ids, self._budgets(ids), price)
@@ -182,7 +187,7 @@ class SelfObjective(nn.Module):
         """
         model = self.model
         assert model.selector is not None
-        examples, layout = with_layout(examples, model)
+        examples, layout = with_layout(examples, model.selector)
         with torch.no_grad():
             reading = read_denoiser(model.denoiser, tokens, masked, layout, num_masked)
             log_mu, seen = self.read(reading.logits, reading.truth)
@@ -195,8 +200,10 @@ class SelfObjective(nn.Module):
                 chosen = self.choice.sample(reading.logits.detach(), u.flatten()[reading.at])
             proposed = reading.spread(chosen)
         seen, t = reading.spread(seen), budget - 1 - index
+        # Where it reads no hidden states, none are kept: they may be logits.
+        hidden = reading.hidden.detach() if model.selector.read_hidden is not None else seen.new_empty(*masked.shape, 0)
         logits = checkpoint(
-            model.selector, reading.hidden.detach(), seen, masked, t, layout, budget, price, use_reentrant=False,
+            model.selector, hidden, seen, masked, t, layout, budget, price, use_reentrant=False,
             preserve_rng_state=False,
         )  # fmt: skip
         rule = model.selector.start_logits(seen, masked, t, price) if self.reference_weight else logits

@@ -16,6 +16,7 @@ from unmask import files
 from unmask.display import say
 from unmask.errors import UserError, require
 from unmask.jsonl import parse_json
+from unmask.models.frozen import FrozenDenoiser
 from unmask.models.importers.checkpoints import LLAMA_SHAPED, load_checkpoint
 from unmask.models.importers.pretrained import Source, check_keys, check_room, read_by_transformers
 from unmask.models.importers.vocabulary import check_ids
@@ -103,6 +104,9 @@ def load_denoiser(
                 given = values.get("mask_token_id") if mask_token_id is None else mask_token_id
                 return load_checkpoint(place, values, _mask_id(given, tokenizer), tokenizer, shift=shift)
             source = _read_masked(place)
+    if isinstance(source, OrderModel) and isinstance(source.denoiser, FrozenDenoiser):
+        found: LoadedDenoiser = source.denoiser.network
+        return found
     if isinstance(source, OrderModel):
         source.denoiser.tokenizer = source.tokenizer
         source = source.denoiser

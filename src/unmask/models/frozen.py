@@ -1,0 +1,107 @@
+"""A denoiser that is only asked: of the user's, as `load_denoiser` gives it.  An order for it is kept without it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unmask.models.backbone import Backbone
+from unmask.models.packing import Layout
+
+SAMPLED = 1024  # values of a parameter that go into a fingerprint, besides the sum of all
+
+
+@dataclass(frozen=True)
+class FrozenConfig:
+    """Which denoiser an order was learned for."""
+
+    folder: str  # where it lay; "": Python gave it
+    fingerprint: str
+    width: int  # of its hidden states; 0: it gives none
+    max_length: int  # its context; 0: not known
+
+
+class FrozenDenoiser(nn.Module):
+    """Runs without gradients, dropout and autocast, in the precision of its weights: `place` chooses it.
+
+    network: a `LoadedDenoiser`.  Its weights are not saved with an order, and no optimiser sees them.
+    """
+
+    place_word: Tensor
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network, self.mask_token_id = network, network.mask_token_id
+        self.eos_token_id, self.tokenizer = network.eos_token_id, network.tokenizer
+        self.context_length: int | None = network.context_length
+        self.fingerprint = weights_fingerprint(network) if isinstance(network, nn.Module) else ""
+        backbone = getattr(network, "backbone", None)
+        self.takes_layout = isinstance(backbone, Backbone)
+        self.register_buffer("place_word", torch.zeros(()), persistent=False)  # where it is, if it has no weights
+        self.requires_grad_(False).eval()
+        self.width, self.vocab_size = 0, getattr(network, "vocab_size", None)  # of hidden states; None: not known
+        weight = next(self.parameters(), None)
+        if isinstance(backbone, Backbone):
+            self.width = backbone.config.width
+        elif weight is not None:  # else nothing tells where it runs, and it is taken for a function of logits
+            hidden = self.hidden(torch.full((1, 1), self.mask_token_id, device=weight.device))
+            logits = self.logits(hidden[0])
+            self.vocab_size = self.vocab_size or logits.shape[-1]
+            # Where there are no hidden states, logits stand for them (`LogitsDenoiser`).
+            self.width = 0 if hidden[0].shape == logits.shape else hidden.shape[-1]
+
+    def config(self, folder: str) -> FrozenConfig:
+        return FrozenConfig(folder, self.fingerprint, self.width, self.context_length or 0)
+
+    def train(self, mode: bool = True) -> FrozenDenoiser:
+        """It stays in eval mode."""
+        return super().train(False)
+
+    def place(self, device: torch.device) -> None:
+        """Move it: bfloat16 on a GPU, float32 on a CPU.  Buffers, such as rotary frequencies, keep their precision."""
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
+        self.to(device)
+
+    def hidden(self, tokens: Tensor, attention_mask: Tensor | Layout | None = None) -> Tensor:
+        """[B, L, D] of tokens [B, L].  What trains gives a layout, with padding on either side."""
+        with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
+            if self.takes_layout or not isinstance(attention_mask, Layout):
+                hidden: Tensor = self.network.hidden(tokens, attention_mask)
+                return hidden
+            attended = attention_mask.attended
+            if attended is None:
+                return self.hidden(tokens)
+            # A function may count positions from the left, so padding goes to the right, as in generation.
+            column = attended.long().argsort(dim=-1, descending=True, stable=True)
+            hidden = self.hidden(tokens.gather(-1, column), attended.gather(-1, column))
+            return hidden.gather(1, column.argsort(-1)[..., None].expand_as(hidden))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[M, V] from hidden states [M, D]."""
+        with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+            logits: Tensor = self.network.logits(hidden)
+            return logits
+
+
+def weights_fingerprint(network: nn.Module) -> str:
+    """Twelve hex digits by which a denoiser is known: a SHA-256 of names, shapes and contents of its parameters.
+
+    Of the contents go in the sum of all bytes, eight at a time as one whole number, which is exact in any order, and
+    1,024 evenly spaced weights of each parameter.  This reads every weight, at the speed of memory: 8B in bfloat16 take
+    two seconds where a plain SHA-256 takes a hundred.  What a function holds is not known.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted(network.named_parameters()):
+        flat = parameter.detach().flatten()
+        raw = (flat.clone() if flat.storage_offset() else flat).view(torch.uint8)  # from where eight bytes are a number
+        whole, rest = raw.tensor_split([len(raw) // 8 * 8])
+        sampled = flat[:: max(1, len(flat) // SAMPLED)].clone().view(torch.uint8)
+        digest.update(f"{name} {list(parameter.shape)} {int(whole.view(torch.int64).sum())}".encode())
+        digest.update(torch.cat([sampled, rest]).cpu().numpy().tobytes())
+    return digest.hexdigest()[:12]

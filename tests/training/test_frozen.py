@@ -1,0 +1,369 @@
+"""An order for a denoiser that the user has: exactness, what a run holds, and what is refused."""
+
+import json
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+transformers = pytest.importorskip("transformers", reason="pip install 'unmask[pretrained]'")
+
+import unmask  # noqa: E402
+from tests.models import test_adaptation, test_llada  # noqa: E402
+from tests.models.test_masked import MASK, SEQUENCES, WORDS, build, change, tokenizer  # noqa: E402
+from tests.test_cli import call  # noqa: E402, F401
+from tests.training.small import padded, same, weights  # noqa: E402
+from unmask.errors import UserError  # noqa: E402
+from unmask.models.frozen import FrozenDenoiser, weights_fingerprint  # noqa: E402
+from unmask.models.networks import SelectorConfig  # noqa: E402
+from unmask.models.order_model import ModelFolderError, OrderModel, OrderModelConfig, word_level_tokenizer  # noqa: E402
+from unmask.training import self_posterior  # noqa: E402
+from unmask.training.run_folder import RunFolderError  # noqa: E402
+from unmask.training.self_posterior import SelfObjective  # noqa: E402
+
+K, BUDGET, TRUE = 3, 4, 5  # trajectories, steps, the token that is true wherever one is masked
+IDS, PRICE = torch.tensor([7, 2**40]), torch.tensor([0.5, 2.0], dtype=torch.float64)
+SMALL = [
+    "task.length=12", "task.response_length=6", "task.test_every=4", "task.cache=cache", "order.updates=3",
+    "order.batch=4", "order.trajectories=2", "order.budget=4", "order.warmup=1", "model.selector.width=16",
+    "model.selector.layers=1", "evaluate.examples=5", "evaluate.policies=['iid']", "threads=1", "precision='no'",
+]  # fmt: skip
+
+
+# --- exactness --------------------------------------------------------------------------------------------------------
+
+
+def counting(tokens, attention_mask):
+    """Logits [B, L, 12] of a function that counts positions from the left and looks at all that is no padding."""
+    table = torch.randn(12, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    real = torch.ones_like(tokens) if attention_mask is None else attention_mask.long()
+    mean = (table[tokens] * real[..., None]).sum(1, keepdim=True) / real.sum(-1)[:, None, None]
+    return table[tokens] + mean + torch.arange(tokens.shape[1])[:, None] * table[0] / 4
+
+
+@pytest.fixture(params=["bert", "roberta", "electra", "llada", "function"])
+def both(request, tmp_path):
+    """A denoiser as it is trained on, and the model's own logits [L, V] of one sequence [L]."""
+    if request.param == "function":
+        return unmask.load_denoiser(counting, mask_token_id=MASK), lambda x: counting(x[None], None)[0]
+    if request.param == "llada":
+        theirs = {name: tensor.double() for name, tensor in test_llada.random_weights().items()}
+        save_file(theirs, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps(test_llada.CONFIG | {"mask_token_id": MASK}))
+        return unmask.load_denoiser(tmp_path), partial(test_llada.reference, theirs)
+    own = build(request.param).double().eval()
+    return unmask.load_denoiser(build(request.param).double(), mask_token_id=MASK), lambda x: own(x[None]).logits[0]
+
+
+def model_of(denoiser):
+    selector = SelectorConfig(8, 1, 2, BUDGET, prices=(0.1, 3.0), reads="hidden" if denoiser.width else "logits")
+    config = OrderModelConfig(len(WORDS), denoiser.config(""), selector=selector)
+    model = OrderModel(config, word_level_tokenizer(WORDS), denoiser)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.selector.double().parameters():
+            parameter.normal_(std=0.5, generator=generator)
+    return model
+
+
+def batch(rows, extra=0):
+    """Sequences of different lengths, padded on the left, as the task `text` pads them."""
+    chosen = [SEQUENCES[row] for row in rows]
+    truth = [torch.where(sequence == MASK, TRUE, sequence).tolist() for sequence in chosen]
+    return padded(truth, [(sequence == MASK).tolist() for sequence in chosen], left=True, extra=extra)
+
+
+def test_log_mu_in_training_is_that_of_the_models_own_softmax(both, monkeypatch):
+    """At every state that a training visits, next to padding and in train mode."""
+    loaded, own = both
+    seen = []
+
+    def read(denoiser, tokens, masked, layout, num_masked):
+        reading = original(denoiser, tokens, masked, layout, num_masked)
+        seen.extend(zip(torch.where(masked, MASK, tokens), masked, layout.attended, reading.log_mu, strict=True))
+        return reading
+
+    original = self_posterior.read_denoiser
+    monkeypatch.setattr(self_posterior, "read_denoiser", read)
+    objective = SelfObjective(model_of(FrozenDenoiser(loaded)), K, BUDGET, seed=0).train()
+    objective(batch([0, 1], extra=2), IDS, torch.tensor([0.2, 0.7])).loss.backward()
+    assert len(seen) > 4
+    for state, masked, attended, log_mu in seen:
+        with torch.no_grad():
+            logits = own(state[attended]).index_fill(-1, torch.tensor(MASK), -torch.inf)  # it never writes the mask
+        expected = logits.log_softmax(-1)[:, TRUE]
+        torch.testing.assert_close(log_mu[attended], torch.where(masked[attended], expected, 0.0), rtol=0, atol=1e-6)
+    assert all(parameter.grad is None for parameter in objective.model.denoiser.parameters())
+    assert all(parameter.grad is not None for parameter in objective.model.selector.parameters())
+
+
+def test_trajectories_do_not_depend_on_the_batch(both):
+    """Every gain, decision and reveal is that of the sequence alone."""
+    objective = SelfObjective(model_of(FrozenDenoiser(both[0])), K, BUDGET, seed=0)
+    budget = torch.full((2,), BUDGET)
+    together = objective.orders(batch([0, 1], extra=2), IDS, budget, PRICE)
+    for row in (0, 1):
+        alone = objective.orders(batch([row]), IDS[row : row + 1], budget[:1], PRICE[row : row + 1])
+        steps, length = len(alone.gain), len(SEQUENCES[row])
+        for name in ("gain", "expected", "log_p"):
+            found, expected = getattr(together, name)[-steps:, row], getattr(alone, name)[:, 0]
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+        assert torch.equal(together.revealed_at[row, :, -length:], alone.revealed_at[0])
+
+
+def test_it_runs_in_the_precision_of_its_weights():
+    """Autocast is for the selector.  Buffers keep theirs: rotary frequencies in bfloat16 are other positions."""
+    model = build("modernbert")
+    denoiser = FrozenDenoiser(unmask.load_denoiser(model, mask_token_id=MASK))
+    logits = denoiser.logits(denoiser.hidden(SEQUENCES[0][None])[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(denoiser.logits(denoiser.hidden(SEQUENCES[0][None])[0]), logits)
+    for parameter in denoiser.parameters():
+        parameter.data = parameter.data.bfloat16()  # as on a GPU
+    objective = SelfObjective(model_of(denoiser), K, BUDGET, seed=0)
+    objective.model.selector.float()
+    outcome = objective(batch([0, 1]), IDS, torch.tensor([0.2, 0.7]))
+    outcome.loss.backward()
+    assert torch.isfinite(outcome.loss)
+    denoiser.place(torch.device("cpu"))
+    assert {parameter.dtype for parameter in denoiser.parameters()} == {torch.float32}
+    assert {buffer.dtype for buffer in denoiser.buffers() if buffer.is_floating_point()} == {torch.float32}
+
+
+def test_the_fingerprint_knows_names_shapes_and_every_weight():
+    def of(size=(3, 700), name="weight", change=None, dtype=torch.float32):
+        network, weight = nn.Module(), torch.arange(3 * 700, dtype=dtype).reshape(size)
+        if change is not None:
+            weight.view(-1)[change] += 1
+        network.register_parameter(name, nn.Parameter(weight))
+        return weights_fingerprint(network)
+
+    assert of() == of()
+    others = [
+        of(size=(700, 3)),
+        of(name="bias"),
+        of(dtype=torch.bfloat16),
+        *(of(change=at) for at in (0, 1, 1001, 2099)),
+    ]
+    assert len({of(), *others}) == 8
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A tiny random BERT and a file of pairs, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    build("bert").save_pretrained("my-model")
+    tokenizer().save_pretrained("my-model")
+    texts = ["a b c", "b d", "c", "e f g a", "g f"]
+    pairs = [{"prompt": texts[i % 5], "response": texts[i * 3 % 5]} for i in range(24)]
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    return tmp_path
+
+
+@pytest.fixture
+def refused(call):  # noqa: F811
+    """Runs a command that must fail as bad input does; what it says, below what it has read before."""
+
+    def run_command(*arguments):
+        code, _, err = call(*arguments)
+        assert code == 2, err
+        assert "Traceback" not in err
+        last = err.splitlines()[-1]
+        assert last.startswith("unmask: ")
+        return last
+
+    return run_command
+
+
+def recipe(*overrides):
+    return unmask.load_recipe("order-for-your-model", [*SMALL, *overrides])
+
+
+def train(*overrides, out="run", **options):
+    return unmask.train(recipe(*overrides), out, cpu=True, **options)
+
+
+def test_the_recipe_from_a_folder_and_a_file_to_text(here, call):  # noqa: F811
+    """As its first lines say: the commands of a stranger with a masked language model and a JSONL file."""
+    overrides = [word for value in SMALL for word in ("--set", value)]
+    named = ["--set", "model.denoiser=my-model", "--set", "task.files=pairs.jsonl"]
+    code, out, err = call("train", "order-for-your-model", "--out", "run", "--cpu", *named, *overrides)
+    assert code == 0, err
+    assert "next: unmask evaluate run" in out
+    assert "learned, T = 4" in call("evaluate", "run", "--cpu")[1]
+    assert "learned order (J), T = 4" in call("evaluate", "run", "--bound", "--cpu")[1]
+    code, out, err = call("sample", "run", "--prompt", "a b", "--trace")
+    assert code == 0, err
+    assert "0  a b\n" in out
+    assert "·" in out, "masks are shown as masks, though the tokenizer has a name for them"
+    assert "[MASK]" not in out
+    assert "--bf16: a denoiser of your own is in bfloat16" in call("evaluate", "run", "--bf16")[2]
+
+    model = OrderModel.from_pretrained("run")
+    canvas = torch.tensor([[3, 4, MASK, MASK, MASK]])
+    written = unmask.generate(model.denoiser, canvas, unmask.policies.Learned(model.selector), 3)
+    assert (written.tokens != MASK).all()
+    records = unmask.evaluate(
+        model, unmask.make_task(**recipe().task | {"tokenizer": "run/tokenizer.json"}), examples=2
+    )
+    assert records[0].spec.denoiser == model.denoiser.fingerprint
+    assert records[0].spec.model == "my-model"
+
+
+def test_the_run_holds_the_order_alone(here):
+    def look(stage, update):
+        if update == 2:
+            found.extend(path for path in here.glob("run/checkpoints/*/tensors.safetensors"))
+            names.update(load_file(found[0]))
+
+    found, names = [], set()
+    before = weights(unmask.load_denoiser("my-model"))
+    model = train("saving.every_updates=1", on_update=look)
+    assert names
+    assert not [name for name in names if "denoiser" in name], "nor is there optimiser state for it"
+    stored = load_file("run/model.safetensors")
+    assert {name.partition(".")[0] for name in stored} == {"selector"}
+    assert not (here / "run" / "denoiser").exists()
+    assert same(before, weights(model.denoiser.network)), "it stays as it is"
+    fresh = train(out="fresh").selector
+    assert same(weights(fresh), weights(OrderModel.from_pretrained("run").selector)), "bit for bit, from disk too"
+    assert not same(weights(fresh), weights(train("seed=1", out="other").selector))
+
+
+def test_it_resumes_to_the_same_bits_on_the_same_denoiser(here):
+    def die(stage, update):
+        if update == 2:
+            raise KeyboardInterrupt
+
+    whole = train(out="whole")
+    for change_it in (True, False):
+        with pytest.raises(KeyboardInterrupt):
+            train("saving.every_updates=1", on_update=die)
+        if change_it:
+            shutil.copytree("my-model", "kept")
+            change(here / "my-model", {"cls.predictions.bias": torch.ones(12)})
+            with pytest.raises(RunFolderError, match="run was begun with another denoiser"):
+                train("saving.every_updates=1")
+            shutil.rmtree("my-model")
+            shutil.move("kept", "my-model")
+            shutil.rmtree("run")
+    assert same(weights(train("saving.every_updates=1").selector), weights(whole.selector))
+    (here / "run" / "checkpoints").mkdir()  # as a crash leaves them that came when the model was saved
+    assert same(weights(train("saving.every_updates=1").selector), weights(whole.selector))
+
+
+def test_the_denoiser_is_found_again_or_refused(here, refused, call):  # noqa: F811
+    train()
+    shutil.move("my-model", "moved")
+    said = refused("sample", "run", "--prompt", "a")
+    assert f"the denoiser of run is not in {here / 'my-model'}: give its folder with --denoiser" in said
+    assert call("sample", "run", "--prompt", "a", "--denoiser", "moved")[0] == 0
+    assert call("evaluate", "run", "--cpu", "--denoiser", "moved")[0] == 0
+    change(here / "moved", {"cls.predictions.bias": torch.ones(12)})
+    other = ["--denoiser", "moved"]
+    for command in (["evaluate", "run"], ["evaluate", "run", "--bound"], ["sample", "run"]):
+        said = refused(*command, *other)
+        assert "the order in run was learned for another denoiser (" in said
+        assert "than moved (" in said
+    assert call("sample", "run", "--prompt", "a", *other, "--any-denoiser")[0] == 0
+    with pytest.raises(ModelFolderError, match=r"another denoiser \(.*\) than the one given \("):
+        OrderModel.from_pretrained("run", denoiser=unmask.load_denoiser("moved"))
+
+
+def test_any_function_from_python(here):
+    """The three lines in the docstring of `train`."""
+    denoiser = unmask.load_denoiser(counting, mask_token_id=MASK)
+    model = train("task.tokenizer=my-model/tokenizer.json", denoiser=denoiser)
+    assert (model.config.selector.reads, model.config.denoiser.folder) == ("logits", "")
+    with pytest.raises(ModelFolderError, match="for a denoiser that Python gave: give denoiser="):
+        OrderModel.from_pretrained("run")
+    again = OrderModel.from_pretrained("run", denoiser=denoiser)
+    assert same(weights(again.selector), weights(model.selector))
+    assert unmask.evaluate("run", policies="learned", denoiser=denoiser, cpu=True)[0].spec.learned
+    assert model.config.selector.positions == 0
+    even = unmask.load_denoiser(lambda tokens, attention_mask: torch.zeros(*tokens.shape, 4), mask_token_id=4)
+    unprompted = train("task={name='groups',groups=2,group_size=2,symbols=4}", out="groups", denoiser=even)
+    assert unprompted.config.selector.positions == 4, "on a canvas that is all mask, positions look alike"
+    with pytest.raises(UserError, match=r"set model\.denoiser to a name for it"):
+        unmask.train(unmask.load_recipe("groups"), "x", denoiser=denoiser)
+
+
+def test_a_checkpoint_of_llada(here):
+    shutil.rmtree("my-model")
+    tokenizer().save_pretrained("my-model")
+    save_file({n: t.bfloat16() for n, t in test_llada.random_weights().items()}, "my-model/model.safetensors")
+    config = test_llada.CONFIG | {"mask_token_id": MASK}
+    (here / "my-model" / "config.json").write_text(json.dumps(config))
+    model = train()
+    assert (model.config.selector.reads, model.config.denoiser.width) == ("hidden", test_llada.D)
+    assert {parameter.dtype for parameter in model.denoiser.parameters()} == {torch.float32}, "on a CPU"
+    assert OrderModel.from_pretrained("run").denoiser.fingerprint == model.denoiser.fingerprint
+
+
+def test_a_causal_model_turned_into_a_denoiser(here, refused):
+    shutil.rmtree("my-model")
+    causal = test_adaptation.tiny()
+    test_adaptation.save(causal, here / "llama")
+    overrides = [word for value in (*SMALL, f"task.eos={test_adaptation.EOS}") for word in ("--set", value)]
+    said = refused("train", "order-for-your-model", "--out", "run", "--set", "model.denoiser=llama", *overrides)
+    assert "a llama, is no masked language model" in said
+    assert "unmask.adapt_causal" in said
+    unmask.adapt_causal(unmask.load_causal("llama")).save_pretrained("my-model")
+    model = train(f"task.eos={test_adaptation.EOS}")
+    assert model.denoiser.network.shift
+    assert model.config.selector.reads == "hidden"
+    with pytest.raises(UserError, match=r"init = 'run' has no denoiser of its own: set model\.denoiser"):
+        unmask.train(unmask.load_recipe("groups-self", ["init=run"]), "x")
+    assert same(weights(unmask.load_denoiser("run")), weights(model.denoiser.network))
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_one_line(here, refused):
+    def said(*overrides):
+        words = [word for value in (*SMALL, *overrides) for word in ("--set", value)]
+        return refused("train", "order-for-your-model", "--out", "run", "--cpu", *words)
+
+    assert "model.denoiser = 'x': no such folder" in said("model.denoiser=x")
+    assert "task text has sequences of 25 tokens, longer than the model's context of 24" in said("task.length=25")
+    assert "model.denoiser = 'my-model' stays as it is: leave [denoise] out" in said("denoise={updates=1,batch=1}")
+    assert "leave init out" in said("init=run")
+    assert "leave model.max_length out" in said("model.max_length=9")
+    assert "denoiser = 'my-model' already says size" in said("model.size=6m")
+    assert "set order.posterior = 'selector'" in said("order.denoiser_rate=0.1")
+
+    word_level_tokenizer(["x", *WORDS]).save("other.json")
+    assert "it has another tokenizer than task text" in said("task.tokenizer=other.json", "task.eos=a")
+    word_level_tokenizer([f"w{i}" for i in range(20)]).save("large.json")
+    assert "it knows 12 tokens, and the tokenizer of task text has 21" in said(
+        "task.tokenizer=large.json", "task.eos=w1"
+    )
+
+    (here / "pairs.jsonl").write_text('{"prompt": "a", "response": " "}\n')
+    assert "pairs.jsonl, line 1: the response 'response' is empty" in said()
+    (here / "pairs.jsonl").write_text('{"prompt": "a [MASK]", "response": "b"}\n' * 9)
+    assert "take the mask token, which stands for what is to be written, out of the text 'a [MASK] b" in said()
+
+    tokenizer(mask=None).save_pretrained("my-model")
+    assert "the tokenizer has no mask token: give mask_token_id=, or add one with tokenizer.add_special" in said()
+    (here / "my-model" / "tokenizer.json").unlink()
+    assert "has no tokenizer.json: write it with AutoTokenizer.from_pretrained('my-model')" in said()
+
+
+def test_bad_prompts_and_a_model_without_hidden_states(here, refused):
+    train()
+    assert "the prompt has 7 tokens, and task text has room for 6" in refused(
+        "sample", "run", "--prompt", "a b c d e f g"
+    )
+    assert "take the mask token" in refused("sample", "run", "--prompt", "a [MASK]")
+    build("electra").save_pretrained("my-model")  # its head is not known apart
+    with pytest.raises(UserError, match=r"it gives no hidden states: set model\.selector\.reads = 'logits'"):
+        train("model.selector.reads=hidden", out="x")
+    assert train(out="x").config.selector.reads == "logits"
