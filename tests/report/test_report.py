@@ -271,6 +271,25 @@ def test_the_bound_table():
     assert "(J), T = 2, price 0.25, 1.97 steps" in text
 
 
+def test_the_bound_table_of_text():
+    bits = {"order": [1.234, 0.056], "self": [1.2, 0.05], "many_sample": [1.1, 0.04], "mdm": [2.5, 0.03]}
+    told = dataclasses.replace(BOUND, bits=bits, characters=4321, gain=0.9, gain_se=0.1)
+    text = " ".join(printed(bound_table(told, "mine")).split())
+    for part in ("bits/char", "1.234 ± 0.056", "1.100 ± 0.040", "2.500 ± 0.030", "4,321 Unicode characters"):
+        assert part in text
+    assert "WORSE" not in text
+    assert "bits/char" not in printed(bound_table(BOUND, "groups"))
+
+
+def test_an_order_that_is_worse_than_iid_is_called_so():
+    for gain, error, words in (
+        (-0.9, 0.1, "WORSE than IID, by 0.9000 nats per token (standard error 0.1000)."),
+        (-0.1, 0.1, "(standard error 0.1000), which may be chance."),
+    ):
+        worse = dataclasses.replace(BOUND, gain=gain, gain_se=error)
+        assert words in " ".join(printed(bound_table(worse, "groups")).split())
+
+
 # --- comparisons ------------------------------------------------------------------------------------------------------
 
 ONE, TWO = heuristic("iid", 1, mean_steps=1.0, score=0.1), heuristic("iid", 2, mean_steps=2.0, score=0.3)

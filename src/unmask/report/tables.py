@@ -246,28 +246,52 @@ def area_table(records: Sequence[Record]) -> ResultTable:
     return ResultTable("area under score against steps", AREA_LEGEND, ["rule", "mean score", "over steps"], rows)
 
 
+CHARACTERS_LEGEND = (
+    "bits/char: with its standard error; less is better. The bound of a response, EOS included, by the {:,} Unicode "
+    "characters of the decoded responses."
+)
+
+
+def bound_verdict(bound: BoundReport) -> str:
+    """What is said of an order that is worse than IID; else nothing."""
+    if bound.gain is None or bound.gain_se is None or bound.gain >= 0:
+        return ""
+    chance = ", which may be chance" if bound.gain > -2 * bound.gain_se else ""
+    amount = f"{-bound.gain:.4f} nats per token (standard error {bound.gain_se:.4f}){chance}"
+    return f"By the bound the learned order is WORSE than IID, by {amount}."
+
+
 def bound_table(bound: BoundReport, run: str) -> ResultTable:
     """The learned order's bounds, and what they are to be compared with."""
-    rows = []
+    rows = list[list[str]]()
+
+    def add(name: str, value: float, error: float | str | None, bits: str = "") -> None:
+        told = "{:.3f} ± {:.3f}".format(*bound.bits[bits]) if bits in bound.bits else ""
+        rows.append([name, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else error or "", told])
+
     if bound.order_bound is not None:
-        rows.append([f"learned order, T = {bound.budget}", f"{bound.order_bound:.4f}", f"{bound.order_bound_se:.4f}"])
+        add(f"learned order, T = {bound.budget}", bound.order_bound, bound.order_bound_se, "order")
         for t, (reconstruction, kl) in enumerate(zip(bound.reconstruction, bound.order_kl, strict=True)):
             step = bound.budget - 1 - t
-            rows.append([f"  step {step} (t = {t}): reconstruction, order KL", f"{reconstruction:.4f}, {kl:.4f}", ""])
+            name = f"  step {step} (t = {t}): reconstruction, order KL"
+            rows.append([name, f"{reconstruction:.4f}, {kl:.4f}", "", ""])
     at = f"T = {bound.budget}" + ("" if bound.price is None else f", price {bound.price:g}")
     whose = "learned order" if bound.order_bound is None else "its selector alone"
-    name = f"{whose} (J), {at}, {bound.steps:.2f} steps"
-    rows.append([name, f"{bound.self_bound:.4f}", f"{bound.self_bound_se:.4f}"])
-    name = f"  the same from {bound.samples} samples"
-    rows.append([name, f"{bound.many_sample_bound:.4f}", f"{bound.many_sample_bound_se:.4f}"])
-    name = f"plain denoiser, IID order, {bound.budget} steps"
-    rows.append([name, f"{bound.mdm_bound:.4f}", f"{bound.mdm_bound_se:.4f}"])
+    add(f"{whose} (J), {at}, {bound.steps:.2f} steps", bound.self_bound, bound.self_bound_se, "self")
+    add(f"  the same from {bound.samples} samples", bound.many_sample_bound, bound.many_sample_bound_se, "many_sample")
+    add(f"plain denoiser, IID order, {bound.budget} steps", bound.mdm_bound, bound.mdm_bound_se, "mdm")
     if bound.true_log_likelihood is not None:
-        rows.append(["true log-likelihood of the same sequences", f"{bound.true_log_likelihood:.4f}", "exact"])
+        add("true log-likelihood of the same sequences", bound.true_log_likelihood, "exact")
     if bound.entropy is not None:
-        rows.append(["minus the true entropy, the limit", f"{-bound.entropy:.4f}", "exact"])
-    headings = ["bound, nats per token", "value", "standard error"]
-    return ResultTable(f"{run}: held-out bounds, {bound.num_examples} sequences", "", headings, rows, marked=[True])
+        add("minus the true entropy, the limit", -bound.entropy, "exact")
+    headings = ["bound, nats per token", "value", "standard error", "bits/char"]
+    legend = bound_verdict(bound)
+    if bound.bits:
+        legend = f"{legend} {CHARACTERS_LEGEND.format(bound.characters)}".strip()
+    else:
+        headings, rows = headings[:3], [row[:3] for row in rows]
+    title = f"{run}: held-out bounds, {bound.num_examples} sequences"
+    return ResultTable(title, legend, headings, rows, marked=[True])
 
 
 CURVE_LEGEND = (
