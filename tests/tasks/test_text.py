@@ -462,6 +462,70 @@ def test_how_varied_texts_are(tmp_path):
     assert task.codes(torch.full((1, 128), ord("x")), examples) == ["x" * 125]
 
 
+# --- infilling --------------------------------------------------------------------------------------------------------
+
+
+def test_a_span_is_written_and_the_text_around_it_is_given(shards, tmp_path):
+    task, whole = text(tmp_path, form="infill"), text(tmp_path)
+    task.check()
+    count = task._count("train")
+    ids = torch.arange(count)
+    found, plain = task.examples(ids, "train"), whole.examples(ids, "train")
+    assert torch.equal(found.tokens, plain.tokens)
+    assert torch.equal(found.attention_mask, plain.attention_mask)
+    assert len(list((tmp_path / "cache").glob("*-train"))) == 1, "bytes have nothing around them: the same cache"
+    n, size = found.attention_mask.sum(-1), found.response.sum(-1)
+    assert (size >= 1).all()
+    assert (size <= (n // 2).clamp(min=1)).all()
+    assert (found.response & ~found.attention_mask).sum() == 0
+    edges = found.response.long().diff(dim=-1, prepend=torch.zeros(count, 1), append=torch.zeros(count, 1))
+    assert (edges.abs().sum(-1) == 2).all(), "one span"
+    given = found.attention_mask & ~found.response
+    assert given[:, 0].any(), "some have a text on their left"
+    assert not given[:, 0].all()
+    again = task.examples(ids + count, "train")
+    assert torch.equal(again.tokens, found.tokens)
+    assert not torch.equal(again.response, found.response), "another span in the next epoch"
+    order, plain_order = (task.order(0, 0, torch.arange(2 * count)) for task in (task, whole))
+    assert torch.equal(order % count, plain_order)
+    assert order[count:].min() >= count
+
+
+def test_a_text_with_gaps_of_the_users_own(tmp_path):
+    task = Text(form="infill", length=8)
+    asked = task.prompted("a<mask><mask>é<mask>")
+    assert asked.response.int().tolist() == [[0, 1, 1, 0, 0, 1, 0, 0]]
+    assert asked.attention_mask.int().tolist() == [[1] * 6 + [0] * 2]
+    assert task.text(asked.tokens[0][asked.attention_mask[0] & ~asked.response[0]].tolist()) == "aé"
+    with pytest.raises(UserError, match=r"\Awrite <mask> in --prompt for each token"):
+        task.prompted("abc")
+    with pytest.raises(UserError, match="the prompt has 9 tokens, and task text has room for 8"):
+        task.prompted("abcdefgh<mask>")
+    with pytest.raises(UserError, match="for texts without a prompt"):
+        pairs(tmp_path, form="infill")
+    with pytest.raises(UserError, match="set form to whole or infill"):
+        Text(form="fill")
+
+
+def test_a_span_is_never_one_of_the_marks_of_a_tokenizer(tmp_path):
+    (tmp_path / "a.txt").write_text("a b\n" * 10)
+    path = words_of(tmp_path, "a", "b")
+    for form, tokens in (("whole", [1, 2, 3, 0]), ("infill", [2, 3, 0, 0])):
+        task = text(tmp_path, tokenizer=path, length=4, form=form)
+        assert task.examples(torch.tensor([0]), "train").tokens.tolist() == [tokens], "<cls> is before a whole text"
+
+
+def test_the_checker_of_a_span_sees_where_it_stands(own):
+    (own / "p.txt").write_text("abcdef\n" * 10)
+    (own / "my_checks.py").write_text("seen = []\ndef check(*texts):\n    seen.append(texts)\n    return True\n")
+    task = text(own, files="p.txt", form="infill", length=6, checker="my_checks:check")
+    examples = task.examples(torch.arange(2), "test")
+    assert task.valid(examples.tokens, examples).all()
+    for (prompt, response, reference), row in zip(sys.modules["my_checks"].seen, examples.response, strict=True):
+        assert response == reference == "".join(letter for letter, here in zip("abcdef", row, strict=True) if here)
+        assert prompt == "abcdef".replace(response, "<mask>")
+
+
 def test_from_training_to_the_report(own, call, refused):  # noqa: F811
     """Without a checker nothing is said of validity; with one, only who trusts it runs it."""
     recipe = RECIPE.replace("[abc].*", "p.jsonl").replace("length = 16", 'length = 20\nprompt = "q"\nresponse = "a"')

@@ -25,12 +25,25 @@ from unmask.jsonl import parse_json
 from unmask.models.importers.vocabulary import vocabulary_of
 from unmask.own_code import call_own, import_class
 from unmask.progress import progress
-from unmask.rng import signed
+from unmask.rng import Purpose, signed, uniforms
 from unmask.tasks.cache import Ragged, alone_in, cache_folder
-from unmask.tasks.task import LONGEST, Examples, Task, asked, check_range, check_split, prompt_kept
+from unmask.tasks.task import (
+    LONGEST,
+    Examples,
+    Task,
+    around,
+    asked,
+    check_choice,
+    check_range,
+    check_split,
+    prompt_kept,
+    random_spans,
+)
 from unmask.tasks.text.shards import FORMAT_VERSION, Hashes, Visits, read_cache, read_texts, write_cache
 
 ENDS = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "[SEP]")  # usual names of an end of text
+GAP = "<mask>"  # in a prompt: what is to be written
+_GAP, _PADDING = -1, -2  # in the place of tokens, where there are none
 
 
 @dataclass(frozen=True)
@@ -43,12 +56,16 @@ class Text(Task):
 
     Prompts are padded on the left, the response has `response_length` of the `length` tokens and is filled with EOS.
     Pairs that are too long are left out.
+
+    With form = "infill", a random span of up to half of each text is written, and what stands around it is given.  It
+    is another span in every epoch.  In the prompt that the checker gets, <mask> stands for the span.
     """
 
     files: str = ""  # a path, * and ** allowed; .jsonl: one object per line, other files: one text per line
     field: str = "text"  # the key of the text in an object
     prompt: str = ""  # the keys of the prompt and of the response in an object; "": texts without a prompt
     response: str = ""
+    form: str = "whole"  # or infill, of texts without a prompt
     response_length: int = 0  # tokens of a response with its EOS; 0: half of `length`
     tokenizer: str = ""  # a tokenizer.json; "": one token per byte
     eos: str = ""  # the token that ends a response; "": the first usual name that the tokenizer has
@@ -69,11 +86,14 @@ class Text(Task):
         check_range(self, "response_length", 0, self.length - 1)
         both = "task text: prompt and response are the two keys of a pair: set both, or none"
         require(bool(self.prompt) == bool(self.response), both)
+        check_choice(self, "form", ("whole", "infill"))
+        whole = "task text: form = 'infill' is for texts without a prompt: leave out prompt and response, or form"
+        require(not (self._infills and self._has_prompt), whole)
 
     @cached_property
     def shards(self) -> list[Path]:
         found = [Path(path) for path in sorted(glob.glob(os.path.expanduser(self.files), recursive=True))]
-        require(bool(found), f"task text: no file is called {self.files!r}: set files to the path of your texts")
+        require(bool(found), f"task text: no file is called {self.files!r}: give yours, --set task.files=PATH")
         plain = [path for path in found if path.suffix != ".jsonl"] if self._has_prompt else []
         require(not plain, f"task text: {plain and plain[0]} has no keys: pairs are read from .jsonl files only")
         return found
@@ -113,8 +133,9 @@ class Text(Task):
         return self._count("test")
 
     def order(self, seed: int, stage: int, positions: Tensor) -> Tensor:
-        """Every text once per epoch, shuffled."""
-        return torch.from_numpy(self._visits(seed, stage).at(positions.numpy()))
+        """Every text once per epoch, shuffled; to infill, with another id, which names another span."""
+        rows, count = torch.from_numpy(self._visits(seed, stage).at(positions.numpy())), self._count("train")
+        return rows + positions // count * count if self._infills else rows
 
     def examples(self, ids: Tensor, split: str) -> Examples:
         check_split(split)
@@ -122,7 +143,11 @@ class Text(Task):
         if self.eos_token_id is None:
             tokens = torch.from_numpy(cached.first(rows, self.length, 0))
             real = place < torch.from_numpy(cached.lengths(rows))[:, None]
-            return Examples(tokens, response=real, attention_mask=real.clone())
+            if not self._infills:
+                return Examples(tokens, response=real, attention_mask=real.clone())
+            words = Purpose.DATA, int(split == "train"), ids[:, None], torch.arange(2)
+            u = uniforms(0, *words, dtype=torch.float64)  # [B, 2]
+            return Examples(tokens, random_spans(u, real.sum(-1), self.length), real)
         first, eos = self._prompt_length, self.eos_token_id
         prompts, responses = cached.last(2 * rows, first, eos), cached.first(2 * rows + 1, self.length - first, eos)
         tokens = torch.cat([torch.from_numpy(prompts), torch.from_numpy(responses)], dim=1)
@@ -130,7 +155,12 @@ class Text(Task):
         return Examples(tokens, response=(place >= first).repeat(len(ids), 1), attention_mask=real)
 
     def prompted(self, prompt: str) -> Examples:
-        """Without prompts in the texts, it is the beginning of one that is as long as there is room for."""
+        """Without prompts in the texts, it is the beginning of one that is as long as there is room for.
+
+        To infill, it is a whole text, with <mask> for each token that is to be written.
+        """
+        if self._infills:
+            return self._with_gaps(prompt)
         tokens = self._encoded(prompt)
         return asked(self, tokens, self._prompt_length or min(len(tokens), self.length - 1))
 
@@ -146,11 +176,11 @@ class Text(Task):
         """What the checker says; without one, whether exactly the held-out text was generated."""
         if not self.checker:
             return ((tokens == examples.tokens) | ~examples.attention_mask).all(-1)
-        right, given = prompt_kept(tokens, examples), examples.attention_mask & ~examples.response
-        parts = (examples.tokens, given), (tokens, examples.response), (examples.tokens, examples.response)
+        right = prompt_kept(tokens, examples)
         for row in right.nonzero()[:, 0].tolist():
-            texts = [self.text(of[row][where[row]].tolist()) for of, where in parts]  # prompt, response, reference
-            found = call_own("checker", self.checker, self._checker, *texts)
+            prompt = (GAP if self._infills else "").join(around(self, examples, row))
+            answers = [self.text(of[row][examples.response[row]].tolist()) for of in (tokens, examples.tokens)]
+            found = call_own("checker", self.checker, self._checker, prompt, *answers)
             require(isinstance(found, bool), f"checker {self.checker!r} must return True or False, got {found!r}")
             right[row] = found
         return right
@@ -171,6 +201,15 @@ class Text(Task):
         found = {"distinct-2": round(len(set(pairs)) / len(pairs), 6)} if pairs else {}
         return found | {"entropy": round(sum(-share * math.log(share) for share in shares), 6)}
 
+    def _with_gaps(self, prompt: str) -> Examples:
+        require(GAP in prompt, f"write {GAP} in --prompt for each token that is to be written")
+        first, *others = (self._encoded(part) for part in prompt.split(GAP))
+        found = first + [token for part in others for token in (_GAP, *part)]
+        long = f"the prompt has {len(found)} tokens, and task text has room for {self.length}: give a shorter --prompt"
+        require(len(found) <= self.length, long)
+        tokens = torch.tensor([found + [_PADDING] * (self.length - len(found))])
+        return Examples(tokens.clamp(min=0), tokens == _GAP, tokens != _PADDING)
+
     @cached_property
     def _checker(self) -> Callable[..., Any]:
         found: Callable[..., Any] = import_class("checker", self.checker)
@@ -179,6 +218,10 @@ class Text(Task):
     @property
     def _has_prompt(self) -> bool:
         return bool(self.prompt)
+
+    @property
+    def _infills(self) -> bool:
+        return self.form == "infill"
 
     @property
     def _prompt_length(self) -> int:
@@ -196,8 +239,9 @@ class Text(Task):
     def _encoded(self, text: str) -> list[int]:
         if not self.tokenizer:
             return list(text.encode())
-        # A pair has an end of its own, and nothing else around its two texts.
-        return list(self.text_tokenizer.encode(text, add_special_tokens=not self._has_prompt).ids)
+        # A pair has an end of its own, and nothing else around its two texts; a span is never one of the marks.
+        marks = not (self._has_prompt or self._infills)
+        return list(self.text_tokenizer.encode(text, add_special_tokens=marks).ids)
 
     @cached_property
     def _splits(self) -> dict[str, Ragged]:
@@ -214,6 +258,7 @@ class Text(Task):
             [path.suffix == ".jsonl" for path in self.shards],  # what a line means
             *(rules, self.field, self.length, self.test_every),
             *((self.prompt, self.response, self._prompt_length) if self._has_prompt else ()),
+            *(("infill",) if self._infills and self.tokenizer else ()),  # without marks around a text
         ]
         name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         found = {}
