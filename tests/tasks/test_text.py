@@ -462,6 +462,54 @@ def test_how_varied_texts_are(tmp_path):
     assert task.codes(torch.full((1, 128), ord("x")), examples) == ["x" * 125]
 
 
+# --- chat templates ---------------------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
+def chat_folder(tmp_path, template, **more):
+    """A folder as transformers saves a tokenizer, with a chat template where there is one."""
+    folder = tmp_path / "chat"
+    folder.mkdir(exist_ok=True)
+    words = Tokenizer.from_file(words_of(tmp_path, "<user>", "<bot>", "a", "b", "</s>", "<end>"))
+    words.save(str(folder / "tokenizer.json"))
+    values = {"eos_token": "<end>", **({"chat_template": template} if template else {}), **more}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    return str(folder)
+
+
+def test_a_prompt_goes_through_the_chat_template(tmp_path):
+    write_pairs(tmp_path / "p.jsonl", [{"q": "a b", "a": "b a"}] * 10)
+    folder = chat_folder(tmp_path, TEMPLATE)
+    for tokenizer in (folder, f"{folder}/tokenizer.json"):
+        task = pairs(tmp_path, tokenizer=tokenizer, chat=True, length=9, response_length=4)
+        examples = task.examples(torch.tensor([0]), "train")
+        assert task.eos_token_id == 7, "the chat's own, though the tokenizer also has </s>"
+        assert examples.tokens.tolist() == [[7, 2, 4, 5, 3, 5, 4, 7, 7]], "<user> a b <bot> | b a <end> <end>"
+        given = task.prompted("b")
+        assert given.tokens[0][given.attention_mask[0] & ~given.response[0]].tolist() == [2, 5, 3]
+    plain = pairs(tmp_path, tokenizer=folder, eos="<end>", length=9, response_length=4)
+    assert plain.examples(torch.tensor([0]), "train").tokens.tolist() == [[7, 7, 7, 4, 5, 5, 4, 7, 7]]
+    chat_folder(tmp_path, TEMPLATE.replace("<bot>", "<bot> <bot>"))
+    other = pairs(tmp_path, tokenizer=folder, chat=True, length=9, response_length=4)
+    assert other.examples(torch.tensor([0]), "train").tokens[0, :5].tolist() == [2, 4, 5, 3, 3], "another cache"
+
+
+def test_a_chat_without_a_template_is_one_line(tmp_path):
+    write_pairs(tmp_path / "p.jsonl", PAIRS)
+    for template, words in (
+        ("", r"\Atask text: no chat template lies beside .*chat: give a chat model's tokenizer, or no chat\Z"),
+        ("{{ raise_exception('no system') }}", "the chat template beside .* fails: no system"),
+    ):
+        with pytest.raises(UserError, match=words):
+            pairs(tmp_path, tokenizer=chat_folder(tmp_path, template), chat=True).check()
+    for options in ({"prompt": "", "response": "", "tokenizer": "x"}, {"tokenizer": ""}):
+        with pytest.raises(UserError, match="set prompt, response and tokenizer"):
+            pairs(tmp_path, chat=True, **options)
+
+
 # --- infilling --------------------------------------------------------------------------------------------------------
 
 

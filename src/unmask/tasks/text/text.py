@@ -22,6 +22,7 @@ from torch import Tensor
 from unmask.display import say
 from unmask.errors import UserError, require
 from unmask.jsonl import parse_json
+from unmask.models.importers.pretrained import find_source, read_by_transformers
 from unmask.models.importers.vocabulary import vocabulary_of
 from unmask.own_code import call_own, import_class
 from unmask.progress import progress
@@ -67,8 +68,9 @@ class Text(Task):
     response: str = ""
     form: str = "whole"  # or infill, of texts without a prompt
     response_length: int = 0  # tokens of a response with its EOS; 0: half of `length`
-    tokenizer: str = ""  # a tokenizer.json; "": one token per byte
-    eos: str = ""  # the token that ends a response; "": the first usual name that the tokenizer has
+    tokenizer: str = ""  # a tokenizer.json, or a folder with one; "": one token per byte
+    chat: bool = False  # a prompt is a message of the user's, in the chat template that lies beside the tokenizer
+    eos: str = ""  # the token that ends a response; "": that of the chat, or the first usual name that is known
     length: int = 128
     test_every: int = 100
     window: int = 65536  # of the shuffle
@@ -89,6 +91,8 @@ class Text(Task):
         check_choice(self, "form", ("whole", "infill"))
         whole = "task text: form = 'infill' is for texts without a prompt: leave out prompt and response, or form"
         require(not (self._infills and self._has_prompt), whole)
+        of_pairs = "task text: chat = true is for pairs and a model's tokenizer: set prompt, response and tokenizer"
+        require(not self.chat or bool(self.prompt and self.tokenizer), of_pairs)
 
     @cached_property
     def shards(self) -> list[Path]:
@@ -102,8 +106,9 @@ class Text(Task):
     def text_tokenizer(self) -> Tokenizer:
         if not self.tokenizer:
             return byte_tokenizer(ENDS[:1] if self._has_prompt else ())
+        path = Path(self.tokenizer).expanduser()
         try:
-            return Tokenizer.from_file(os.path.expanduser(self.tokenizer))
+            return Tokenizer.from_file(str(path / "tokenizer.json" if path.is_dir() else path))
         except Exception as error:  # tokenizers raises plain Exception
             raise UserError(f"task text: {self.tokenizer} is no tokenizer.json ({error})") from None
 
@@ -116,7 +121,8 @@ class Text(Task):
         """Texts without a prompt have the length that they have, and no end."""
         if not self._has_prompt:
             return None
-        names = (self.eos,) if self.eos else ENDS
+        own = self.eos or (self._chat.eos_token if self.chat else "")
+        names = (own,) if own else ENDS
         known = (self.text_tokenizer.token_to_id(name) for name in names)
         found = next((token for token in known if token is not None), None)
         lacks = f"task text: the tokenizer has no {' or '.join(names)}: set eos to its token for the end of a text"
@@ -161,7 +167,7 @@ class Text(Task):
         """
         if self._infills:
             return self._with_gaps(prompt)
-        tokens = self._encoded(prompt)
+        tokens = self._encoded(self._in_chat(prompt))
         return asked(self, tokens, self._prompt_length or min(len(tokens), self.length - 1))
 
     @property
@@ -236,6 +242,24 @@ class Text(Task):
         lengths = (lambda pairs: rows.lengths(2 * pairs)) if self._has_prompt else rows.lengths  # responses are alike
         return cache(lambda seed, stage: Visits(count, self.window, signed(seed * 7919 + stage), lengths, self.bucket))
 
+    @cached_property
+    def _chat(self) -> Any:
+        """The tokenizer as transformers reads it, with its chat template."""
+        found = read_by_transformers(find_source(self.tokenizer), "PreTrainedTokenizerFast")
+        none = f"task text: no chat template lies beside {self.tokenizer}: give a chat model's tokenizer, or no chat"
+        require(bool(found.chat_template), none)
+        return found
+
+    def _in_chat(self, prompt: str) -> str:
+        """The prompt up to where the answer begins."""
+        if not self.chat:
+            return prompt
+        message, in_template = [{"role": "user", "content": prompt}], self._chat.apply_chat_template
+        try:
+            return str(in_template(message, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # whatever a template raises
+            raise UserError(f"task text: the chat template beside {self.tokenizer} fails: {error}") from None
+
     def _encoded(self, text: str) -> list[int]:
         if not self.tokenizer:
             return list(text.encode())
@@ -258,6 +282,7 @@ class Text(Task):
             [path.suffix == ".jsonl" for path in self.shards],  # what a line means
             *(rules, self.field, self.length, self.test_every),
             *((self.prompt, self.response, self._prompt_length) if self._has_prompt else ()),
+            *((self._chat.chat_template,) if self.chat else ()),
             *(("infill",) if self._infills and self.tokenizer else ()),  # without marks around a text
         ]
         name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
@@ -297,7 +322,7 @@ class Text(Task):
                     reached = position
                 if (number % self.test_every == self.test_every - 1) != (split == "test"):
                     continue
-                tokens = [self._encoded(text) for text in texts]
+                tokens = [self._encoded(text) for text in [self._in_chat(texts[0]), *texts[1:]]]
                 if self.eos_token_id is None:
                     yield from (tokens[0][i : i + self.length] for i in range(0, len(tokens[0]), self.length))
                 elif len(tokens[0]) <= self._prompt_length and len(tokens[1]) < self.length - self._prompt_length:
