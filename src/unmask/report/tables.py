@@ -17,6 +17,7 @@ from rich.table import Table
 from unmask.display import in_markup
 from unmask.evaluation.compare import NEAR, Comparison, area, compare, curves, whole_steps
 from unmask.evaluation.curve import Curve, Point, frontier, height, steps_for
+from unmask.evaluation.perplexity import HELD_OUT, Perplexity
 from unmask.evaluation.records import LABELS, Record, grouped
 from unmask.recipe import Recipe, continued
 from unmask.tasks.exact import EXACT
@@ -244,6 +245,32 @@ def area_table(records: Sequence[Record]) -> ResultTable:
     by_range = sorted(areas, key=lambda known: known[1:3])
     rows = [[name, f"{score:.3f}", f"{low:.2f}–{high:.2f}"] for score, low, high, name in by_range]
     return ResultTable("area under score against steps", AREA_LEGEND, ["rule", "mean score", "over steps"], rows)
+
+
+PERPLEXITY_LEGEND = (
+    "perplexity: of the decoded samples, split again by the tokenizer of {}; less is better, if the other columns are "
+    "near those of the held-out texts: what repeats itself is easy to predict. token entropy: in nats, mean over the "
+    "samples. distinct: different tokens, pairs and triples, as fractions of all. tokens: that were predicted."
+)
+
+
+def perplexity_tables(lines: Sequence[Perplexity], records: Sequence[Record]) -> list[ResultTable]:
+    """What each causal model says of the samples of these records."""
+    headings = ["policy", "perplexity", "token entropy", "distinct 1", "distinct 2", "distinct 3", "tokens"]
+    tables = []
+    for causal, found in grouped(lines, lambda line: line.causal).items():
+        said, known, rows = {line.key: line for line in found}, ordered(records), []
+        names = {HELD_OUT: "held-out texts"} | {record.key: row_name(record, known) for record in known}
+        for key in [*(record.key for record in known), HELD_OUT]:
+            if key in said:
+                line = said[key]
+                perplexity = "–" if line.perplexity is None else f"{line.perplexity:.2f}"
+                cells = [f"{value:.3f}" for value in (line.token_entropy, *line.distinct)]
+                rows.append([names[key], perplexity, *cells, f"{line.tokens:,}"])
+        marked = [record.spec.learned for record in known if record.key in said]
+        legend, title = PERPLEXITY_LEGEND.format(causal), f"samples as read by {causal}"
+        tables.append(ResultTable(title, legend, headings, rows, ("tokens", "distinct 1", "distinct 3"), marked))
+    return tables
 
 
 CHARACTERS_LEGEND = (
