@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -375,7 +376,7 @@ def test_bad_pairs_are_one_line(shards, tmp_path):
             pairs(tmp_path).check()
     with pytest.raises(UserError, match="set both, or none"):
         pairs(tmp_path, response="")
-    with pytest.raises(UserError, match=r"c\.txt has no keys: pairs are read from \.jsonl files only"):
+    with pytest.raises(UserError, match=r"c\.txt has no keys: pairs are read from \.jsonl files and folders"):
         pairs(tmp_path, files=str(tmp_path / "c.txt")).check()
 
 
@@ -460,6 +461,78 @@ def test_how_varied_texts_are(tmp_path):
     assert task.overall(["a", "a", ""]) == {"entropy": 0.0}
     examples = task.prompted("abc")
     assert task.codes(torch.full((1, 128), ord("x")), examples) == ["x" * 125]
+
+
+# --- folders of the package datasets ----------------------------------------------------------------------------------
+
+
+class Rows(list):
+    """As much of datasets.Dataset as is used; its folder has the rows as JSON."""
+
+    @property
+    def column_names(self):
+        return list(self[0])
+
+    def select_columns(self, names):
+        return Rows({name: row[name] for name in names} for row in self)
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """Saves rows to a folder, which a stand-in for the package reads."""
+
+    def load_from_disk(folder):
+        return Rows(json.loads((tmp_path / folder / "data-00000-of-00001.arrow").read_text()))
+
+    def save(rows, name="rows"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "data-00000-of-00001.arrow").write_text(json.dumps(rows))
+        (tmp_path / name / "state.json").write_text("{}")
+        return str(tmp_path / name)
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_from_disk=load_from_disk))
+    return save
+
+
+def test_the_rows_of_a_dataset_are_pairs(tmp_path, saved):
+    write_pairs(tmp_path / "p.jsonl", PAIRS)
+    folder, lines = saved([{**pair, "id": 3} for pair in PAIRS]), pairs(tmp_path)
+    task, ids = pairs(tmp_path, files=folder), torch.arange(16)
+    for split in ("train", "test"):
+        assert torch.equal(task.examples(ids, split).tokens, lines.examples(ids, split).tokens)
+    saved([{"q": "other", "a": "x"}] * 20)
+    assert task.text(pairs(tmp_path, files=folder).examples(ids[:1], "train").tokens[0, 7:12].tolist()) == "other"
+    both = text(tmp_path, files=str(tmp_path / "*"), field="q", test_every=2)  # a folder beside other files
+    assert {path.name for path in both.shards} == {"p.jsonl", "rows"}
+
+
+def test_a_dataset_that_cannot_be_used_is_one_line(tmp_path, saved, monkeypatch):
+    for rows, words in (
+        ([*PAIRS, {"q": "x", "a": ""}], r"rows, row 21: the response 'a' is empty"),
+        ([*PAIRS, {"q": "x", "a": None}], r"rows, row 21: not an object with a text 'a'"),
+        ([{"q": "x", "b": "y"}], r"rows has no column 'a': it has q, b\Z"),
+    ):
+        with pytest.raises(UserError, match=words):
+            pairs(tmp_path, files=saved(rows)).check()
+    (tmp_path / "rows" / "data-00000-of-00001.arrow").write_text("{")
+    with pytest.raises(UserError, match=r"datasets cannot read .*rows: "):
+        pairs(tmp_path, files=str(tmp_path / "rows")).check()
+    saved(PAIRS, "both/train")
+    saved(PAIRS, "both/test")
+    with pytest.raises(UserError, match="both has the splits test, train: give one of these folders"):
+        pairs(tmp_path, files=str(tmp_path / "both")).check()
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"is read by the package datasets: pip install 'unmask\[datasets\]'\Z"):
+        pairs(tmp_path, files=str(tmp_path / "both" / "train")).check()
+
+
+def test_a_folder_that_the_package_itself_saved(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(PAIRS).save_to_disk(str(tmp_path / "rows"))
+    write_pairs(tmp_path / "p.jsonl", PAIRS)
+    tasks = [pairs(tmp_path, files=str(tmp_path / name)) for name in ("rows", "p.jsonl")]
+    rows, lines = (task.examples(torch.arange(16), "train").tokens for task in tasks)
+    assert torch.equal(rows, lines)
 
 
 # --- chat templates ---------------------------------------------------------------------------------------------------

@@ -40,7 +40,16 @@ from unmask.tasks.task import (
     prompt_kept,
     random_spans,
 )
-from unmask.tasks.text.shards import FORMAT_VERSION, Hashes, Visits, read_cache, read_texts, write_cache
+from unmask.tasks.text.shards import (
+    DATASET,
+    FORMAT_VERSION,
+    Hashes,
+    Visits,
+    parts_of,
+    read_cache,
+    read_texts,
+    write_cache,
+)
 
 ENDS = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "[SEP]")  # usual names of an end of text
 GAP = "<mask>"  # in a prompt: what is to be written
@@ -62,7 +71,9 @@ class Text(Task):
     is another span in every epoch.  In the prompt that the checker gets, <mask> stands for the span.
     """
 
-    files: str = ""  # a path, * and ** allowed; .jsonl: one object per line, other files: one text per line
+    # A path, * and ** allowed; .jsonl: one object per line, a folder of the package datasets: one per row, other files:
+    # one text per line.
+    files: str = ""
     field: str = "text"  # the key of the text in an object
     prompt: str = ""  # the keys of the prompt and of the response in an object; "": texts without a prompt
     response: str = ""
@@ -96,10 +107,15 @@ class Text(Task):
 
     @cached_property
     def shards(self) -> list[Path]:
-        found = [Path(path) for path in sorted(glob.glob(os.path.expanduser(self.files), recursive=True))]
+        named = [Path(path) for path in sorted(glob.glob(os.path.expanduser(self.files), recursive=True))]
+        for path in named:
+            splits = ", ".join(sorted(part.parent.name for part in path.glob(f"*/{DATASET}")))
+            require(not splits, f"task text: {path} has the splits {splits}: give one of these folders")
+        found = [path for path in named if path.is_file() or (path / DATASET).is_file()]
         require(bool(found), f"task text: no file is called {self.files!r}: give yours, --set task.files=PATH")
-        plain = [path for path in found if path.suffix != ".jsonl"] if self._has_prompt else []
-        require(not plain, f"task text: {plain and plain[0]} has no keys: pairs are read from .jsonl files only")
+        plain = [path for path in found if path.is_file() and path.suffix != ".jsonl"] if self._has_prompt else []
+        only = "pairs are read from .jsonl files and folders of the package datasets only"
+        require(not plain, f"task text: {plain and plain[0]} has no keys: {only}")
         return found
 
     @cached_property
@@ -278,8 +294,8 @@ class Text(Task):
         rules = self.text_tokenizer.to_str() if self.tokenizer else "bytes"
         facts = [
             FORMAT_VERSION,
-            [hashes.of(path) for path in self.shards],
-            [path.suffix == ".jsonl" for path in self.shards],  # what a line means
+            [hashes.of(part) for path in self.shards for part in parts_of(path)],
+            ["rows" if path.is_dir() else path.suffix == ".jsonl" for path in self.shards],  # what a line means
             *(rules, self.field, self.length, self.test_every),
             *((self.prompt, self.response, self._prompt_length) if self._has_prompt else ()),
             *((self._chat.chat_template,) if self.chat else ()),
@@ -313,7 +329,7 @@ class Text(Task):
 
     def _sequences(self, split: str, about: dict[str, Any]) -> Iterator[Sequence[int]]:
         """The tokens of a split; `about` counts the pairs that are left out."""
-        size, reached = sum(path.stat().st_size for path in self.shards), 0
+        size, reached = sum(part.stat().st_size for path in self.shards for part in parts_of(path)), 0
         fields = (self.prompt, self.response) if self._has_prompt else (self.field,)
         with progress(f"tokens of the {split} split, bytes", size, transient=True) as advance:
             for number, (texts, position) in enumerate(read_texts(self.shards, fields)):
