@@ -357,8 +357,8 @@ def evaluate(
     other = policy or steps or against or curve or again or compile or bf16 or perplexity
     if other or chooses_tokens or exact_denoiser:
         raise UserError(
-            "--bound takes no --policy, --steps, --against, --curve, --again, --compile, --bf16, --exact-denoiser or "
-            "--perplexity, and nothing that chooses tokens, such as --temperature: it is a number of the trained model"
+            "--bound takes no --policy, --steps, --against, --curve, --again, --perplexity, --compile, --bf16 or "
+            "--exact-denoiser, nor what chooses tokens, such as --temperature: it is a number of the trained model"
         )
     if _is_main():  # a matter of seconds, and a sum whose rounding would depend on how it is divided
         _evaluate_bound(run, samples=samples or 8, price=price or 0.0, **options)
@@ -373,17 +373,15 @@ def _evaluate(run: Path, trust_task: bool = False, perplexity: str = "", **optio
     from unmask.report.tables import caption, perplexity_tables, result_tables, title
     from unmask.training.run import load_task
 
-    recipe, task = load_task(run, trust_task)
-    if options.get("split"):
-        task = task.on_split(options["split"])
-    causal = load_reader(task, perplexity, options["cpu"]) if perplexity and _is_main() else None
+    where = options.get("split"), trust_task, options["cpu"]
+    reader = load_reader(run, perplexity, *where) if perplexity and _is_main() else None
     records = evaluate(run, trust_task=trust_task, **options)
     if _is_main():
+        recipe, task = load_task(run, trust_task)
         split = f", {records[0].spec.split}" if len(task.held_out_splits) > 1 else ""
         tables = result_tables(records, title(run, task) + split, caption(recipe, records))
-        if causal is not None:
-            lines = evaluate_run_perplexity(run, task, records, causal, Path(perplexity).resolve().name)
-            tables += perplexity_tables(lines, records)
+        if reader is not None:
+            tables += perplexity_tables(evaluate_run_perplexity(run, records, reader), records)
         Console(highlight=False).print(*tables, sep="\n")
     return records
 

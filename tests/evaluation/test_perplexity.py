@@ -8,8 +8,15 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.test_cli import call, refused  # noqa: F401
-from unmask.errors import UserError
-from unmask.evaluation.perplexity import _distinct, _entropy, _log_likelihoods, evaluate_perplexity, read_perplexities
+from tests.training.small import TINY_RECIPE
+from unmask.evaluation.perplexity import (
+    Reader,
+    _distinct,
+    _entropy,
+    _log_likelihoods,
+    evaluate_perplexity,
+    read_perplexities,
+)
 from unmask.models.importers.pretrained import Causal
 from unmask.tasks.text.text import Text, byte_tokenizer
 
@@ -83,6 +90,10 @@ def pairs_in(tmp_path, **options):
     return Text(files=str(tmp_path / "p.jsonl"), cache=str(tmp_path / "cache"), test_every=5, **options)
 
 
+def reader(model, task):
+    return Reader("tiny", Causal(model, byte_tokenizer(["<eos>"])), task)
+
+
 def after_prompts(model, texts):
     """The model's own loss of each response that has a token."""
     pairs = zip(("say 4", "say 9", "say 14"), texts, strict=True)
@@ -92,7 +103,7 @@ def after_prompts(model, texts):
 def test_the_samples_of_a_task_after_their_prompts(gpt2, tmp_path):
     """Perplexity is of all tokens together; the prompt and BOS are read, and not counted."""
     task, written = pairs_in(tmp_path), ["aaaa", "", "ab"]
-    true, found = evaluate_perplexity(task, Causal(gpt2, byte_tokenizer(["<eos>"])), {"x": written}, "tiny")
+    true, found = evaluate_perplexity(reader(gpt2, task), {"x": written})
     losses = after_prompts(gpt2, written)
     assert (found.key, found.causal, found.tokens) == ("x", "tiny", 6)
     assert found.perplexity == pytest.approx(math.exp(sum(losses) / 6), rel=1e-5)
@@ -111,7 +122,7 @@ def test_the_text_behind_a_span_must_follow_from_it(gpt2, tmp_path):
     first, last = (int(found) for found in examples.response[0].nonzero()[[0, -1], 0])
     whole = b"say 4"
     loss, count = own_loss(gpt2, [256, *whole[:first]], b"xy" + whole[last + 1 :])
-    _, found = evaluate_perplexity(task, Causal(gpt2, byte_tokenizer(["<eos>"])), {"x": ["xy"]})
+    _, found = evaluate_perplexity(reader(gpt2, task), {"x": ["xy"]})
     assert found.tokens == count == 2 + len(whole) - last - 1
     assert found.perplexity == pytest.approx(math.exp(loss / count), rel=1e-5)
     assert found.distinct[0] == 1, "of the span alone"
@@ -153,12 +164,12 @@ def test_the_recipe_text_from_a_file_to_the_report(gpt2, tmp_path, call, refused
     assert "bits/char" in page
     assert "no pretrained model" in refused(*words, "--perplexity", tmp_path / "nowhere")
     assert "--perplexity takes no --curve" in refused("evaluate", run, "--curve", "--perplexity", folder)
-    assert "or --perplexity" in refused("evaluate", run, "--bound", "--perplexity", folder)
+    assert "--bound takes no" in refused("evaluate", run, "--bound", "--perplexity", folder)
 
 
-def test_a_task_without_texts_is_refused_before_anything_is_generated():
-    from unmask.evaluation.perplexity import load_reader
-    from unmask.tasks.puzzles.groups import Groups
-
-    with pytest.raises(UserError, match="task groups keeps none of its samples: it is for task text"):
-        load_reader(Groups(), "nowhere")
+def test_a_task_without_texts_is_refused_before_anything_is_generated(tmp_path, call, refused):  # noqa: F811
+    (tmp_path / "tiny.toml").write_text(TINY_RECIPE)
+    assert call("train", tmp_path / "tiny.toml", "--out", tmp_path / "run", "--cpu")[0] == 0
+    said = refused("evaluate", tmp_path / "run", "--cpu", "--perplexity", "nowhere")
+    assert "task groups keeps none of its samples: it is for task text" in said
+    assert not (tmp_path / "run" / "verdicts.jsonl").exists()

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -33,6 +33,7 @@ from unmask.models.importers.pretrained import Causal, load_causal
 from unmask.progress import progress
 from unmask.runtime import Processes
 from unmask.tasks.task import Task, around
+from unmask.training.run import load_task
 
 BATCH = 16  # texts per pass
 FILE = "perplexity.jsonl"
@@ -51,8 +52,16 @@ class Perplexity:
     distinct: list[float]  # of n-grams, n = 1, 2, 3
 
 
-def load_reader(task: Task, folder: str, cpu: bool = False) -> Causal:
-    """The causal model, before anything is generated; UserError where the samples of the task are not kept as texts."""
+class Reader(NamedTuple):
+    name: str  # of the causal model
+    causal: Causal
+    task: Task
+
+
+def load_reader(run: Path, folder: str, split: str | None, trust_task: bool, cpu: bool) -> Reader:
+    """The causal model and the task of a run; whatever is wrong is found before anything is generated."""
+    _, task = load_task(run, trust_task)
+    task = task.on_split(split) if split else task
     first = task.examples(torch.arange(1), "test")
     kept = [] if task.unconditional else task.codes(first.tokens, first) or []
     reads = f"--perplexity reads texts, and task {task.name} keeps none of its samples: it is for task text"
@@ -61,19 +70,18 @@ def load_reader(task: Task, folder: str, cpu: bool = False) -> Causal:
     model: Any = causal.model
     rows, tokens = model.get_input_embeddings().num_embeddings, causal.tokenizer.get_vocab_size()
     require(tokens <= rows, f"{folder}: the tokenizer has {tokens} tokens, the model {rows}: they must be of one model")
-    return Causal(model.to(Processes(cpu).device).eval(), causal.tokenizer)
+    model = model.to(Processes(cpu).device).eval()
+    return Reader(Path(folder).resolve().name, Causal(model, causal.tokenizer), task)
 
 
-def evaluate_run_perplexity(
-    run: Path, task: Task, records: Sequence[Record], causal: Causal, name: str
-) -> list[Perplexity]:
+def evaluate_run_perplexity(run: Path, records: Sequence[Record], reader: Reader) -> list[Perplexity]:
     """The samples of these records, as RUN/verdicts.jsonl has them, and the true responses; adds to the run's file."""
     verdicts, texts = VerdictFile(run / "verdicts.jsonl", writes=False), dict[str, list[str]]()
     for record in records:
         chunks = verdicts.chunks(record.key, record.outcome.device, record.outcome.compile)
         if answers := [answer for chunk in chunks for answer in chunk.answers or []]:
             texts[record.key] = answers
-    found = evaluate_perplexity(task, causal, texts, name)
+    found = evaluate_perplexity(reader, texts)
     append_jsonl(run / FILE, found)
     return found
 
@@ -84,11 +92,9 @@ def read_perplexities(run: Path) -> list[Perplexity]:
     return list({(line.key, line.causal): line for line in lines}.values())
 
 
-def evaluate_perplexity(
-    task: Task, causal: Causal, texts: Mapping[str, Sequence[str]], name: str = ""
-) -> list[Perplexity]:
+def evaluate_perplexity(reader: Reader, texts: Mapping[str, Sequence[str]]) -> list[Perplexity]:
     """texts: by their key, the responses to the first held-out examples; the true ones come first."""
-    model, tokenizer = causal
+    name, (model, tokenizer), task = reader
 
     def split(parts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(parts), add_special_tokens=False)]
