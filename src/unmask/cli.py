@@ -414,9 +414,12 @@ def _evaluate_bound(run: Path, **options: Any) -> None:
     from rich.console import Console
 
     from unmask.evaluation.bound import evaluate_run_bound
-    from unmask.report.tables import bound_table
+    from unmask.report.tables import bound_table, bound_verdict
 
-    Console(highlight=False).print(bound_table(evaluate_run_bound(run, **options), run.resolve().name))
+    bound = evaluate_run_bound(run, **options)
+    if verdict := bound_verdict(bound):
+        say(verdict)
+    Console(highlight=False).print(bound_table(bound, run.resolve().name))
 
 
 def _is_main() -> bool:

@@ -149,7 +149,7 @@ def test_the_recipe_text_from_a_file_to_the_report(gpt2, tmp_path, call, refused
     code, shown, err = call("evaluate", run, "--cpu", "--bound", "--examples", "6", "--samples", "3")
     assert code == 0, err
     assert "bits/char" in shown
-    words = ("evaluate", run, "--cpu", "--examples", "6", "--policy", "iid", "--policy", "learned", "--steps", "2")
+    words = ("evaluate", run, "--cpu", "--examples", "6", "--policy", "iid", "--policy", "learned", "--steps", "4")
     code, shown, err = call(*words, "--perplexity", folder)
     assert code == 0, err
     assert "samples as read by tiny-gpt2" in shown

@@ -20,6 +20,7 @@ from unmask.report.plots import curve_plot, order_picture, pictured, shared_plot
 from unmask.report.tables import (
     ResultTable,
     bound_table,
+    bound_verdict,
     caption,
     curve_table,
     curve_verdict,
@@ -119,7 +120,8 @@ def _section(section: Section) -> str:
     tables += perplexity_tables(section.perplexities, records)
     if section.bound is not None:
         tables.append(bound_table(section.bound, section.run))
-    told = f"<h2>{in_html(section.title)}</h2><p>{in_html(section.caption)}</p>"
+    verdict = bound_verdict(section.bound) if section.bound is not None else ""
+    told = f"<h2>{in_html(section.title)}</h2><p>{in_html(' '.join([verdict, section.caption]).strip())}</p>"
     return f"<section>{told}{pictures}{''.join(map(_html_table, tables))}</section>"
 
 

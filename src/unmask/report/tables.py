@@ -274,8 +274,8 @@ def perplexity_tables(lines: Sequence[Perplexity], records: Sequence[Record]) ->
 
 
 CHARACTERS_LEGEND = (
-    "bits/char: with its standard error; less is better. The bound of a response, EOS included, by the {:,} Unicode "
-    "characters of the decoded responses."
+    "bits/char: the bits of all responses, EOS included, divided by their {:,} Unicode characters once decoded; less "
+    "is better."
 )
 
 
@@ -311,14 +311,11 @@ def bound_table(bound: BoundReport, run: str) -> ResultTable:
         add("true log-likelihood of the same sequences", bound.true_log_likelihood, "exact")
     if bound.entropy is not None:
         add("minus the true entropy, the limit", -bound.entropy, "exact")
-    headings = ["bound, nats per token", "value", "standard error", "bits/char"]
-    legend = bound_verdict(bound)
-    if bound.bits:
-        legend = f"{legend} {CHARACTERS_LEGEND.format(bound.characters)}".strip()
-    else:
-        headings, rows = headings[:3], [row[:3] for row in rows]
-    title = f"{run}: held-out bounds, {bound.num_examples} sequences"
-    return ResultTable(title, legend, headings, rows, marked=[True])
+    headings, title = ["bound, nats per token", "value", "standard error", "bits/char"], f"{run}: held-out bounds"
+    legend = CHARACTERS_LEGEND.format(bound.characters)
+    if not bound.bits:
+        headings, rows, legend = headings[:3], [row[:3] for row in rows], ""
+    return ResultTable(f"{title}, {bound.num_examples} sequences", legend, headings, rows, marked=[True])
 
 
 CURVE_LEGEND = (
