@@ -9,6 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.test_cli import call, refused  # noqa: F401
 from tests.training.small import TINY_RECIPE
+from unmask.evaluation import perplexity
 from unmask.evaluation.perplexity import (
     Reader,
     _distinct,
@@ -52,11 +53,12 @@ def row(length, seed):
     return torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def test_the_log_likelihood_is_the_models_own_loss(gpt2):
+def test_the_log_likelihood_is_the_models_own_loss(gpt2, monkeypatch):
     """In padded batches of several lengths, with and without a context."""
     sizes = [(1, 5), (3, 1), (0, 7), (12, 20), (2, 38), (0, 2), *((1, n) for n in range(1, 30))]
     pairs = [(row(c, 2 * i), row(y, 2 * i + 1)) for i, (c, y) in enumerate(sizes)]
     wanted = [own_loss(gpt2, *pair) for pair in pairs]
+    monkeypatch.setattr(perplexity, "TOKENS", 16 * CONTEXT)
     batches = list(_log_likelihoods(gpt2, pairs))
     assert len(batches) == 3
     assert sum(count for _, count, _ in batches) == sum(count for _, count in wanted)
@@ -100,7 +102,7 @@ def after_prompts(model, texts):
     return [own_loss(model, [256, *prompt.encode()], text.encode())[0] for prompt, text in pairs if text]
 
 
-def test_the_samples_of_a_task_after_their_prompts(gpt2, tmp_path):
+def test_the_samples_of_a_task_after_their_prompts(gpt2, tmp_path, capsys):
     """Perplexity is of all tokens together; the prompt and BOS are read, and not counted."""
     task, written = pairs_in(tmp_path), ["aaaa", "", "ab"]
     true, found = evaluate_perplexity(reader(gpt2, task), {"x": written})
@@ -111,6 +113,9 @@ def test_the_samples_of_a_task_after_their_prompts(gpt2, tmp_path):
     assert found.distinct == [2 / 6, 2 / 4, 1 / 2]
     answers = ["4 é!", "9 é!9 é!", "14 é!"]
     losses = after_prompts(gpt2, answers)
+    assert "are cut" not in capsys.readouterr().err
+    evaluate_perplexity(reader(gpt2, task), {"x": ["x" * CONTEXT] * 3})
+    assert "3 of 6 texts are cut to the context of tiny, 40 tokens" in capsys.readouterr().err
     assert true.key == "held-out"
     assert true.tokens == sum(len(text.encode()) for text in answers)
     assert true.perplexity == pytest.approx(math.exp(sum(losses) / true.tokens), rel=1e-5)

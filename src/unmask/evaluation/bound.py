@@ -9,7 +9,8 @@ Where the tokens are text, they are told in bits per character too, so that toke
 
     - sum_e (bound of response e in nats) / (ln 2 sum_e C_e)
 
-C_e: the Unicode characters of response e, decoded up to its end.  The nats are those of the whole response, of EOS too.
+C_e: the Unicode characters of response e, decoded up to its end; bytes that are no character count as the decoder shows
+them.  The nats are those of the whole response, of EOS too.
 """
 
 from __future__ import annotations

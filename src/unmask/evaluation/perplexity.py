@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 
+from unmask.display import say
 from unmask.errors import require
 from unmask.evaluation.records import Record
 from unmask.evaluation.verdicts import VerdictFile
@@ -35,7 +37,7 @@ from unmask.runtime import Processes
 from unmask.tasks.task import Task, around
 from unmask.training.run import load_task
 
-BATCH = 16  # texts per pass
+TOKENS = 4096  # per pass, with padding: their logits are [4096, V]
 FILE = "perplexity.jsonl"
 HELD_OUT = "held-out"  # the key of the true responses
 
@@ -104,16 +106,20 @@ def evaluate_perplexity(reader: Reader, texts: Mapping[str, Sequence[str]]) -> l
     before, behind = map(split, zip(*(around(task, examples, row) for row in range(count)), strict=True))
     contexts = [([] if start is None else [start]) + tokens for tokens in before]
     found, every = [], {HELD_OUT: task.codes(examples.tokens, examples) or [], **texts}
-    with progress("perplexity", sum(map(len, every.values()))) as advance:
+    cut, num_texts = 0, sum(map(len, every.values()))
+    with progress("perplexity", num_texts) as advance:
         for key, responses in every.items():
             written, total, predicted = split(responses), 0.0, 0
             pairs = [(c, y + z) for c, y, z in zip(contexts, written, behind, strict=False)]
+            cut += sum(len(c) + len(y) > (_context(model) or math.inf) for c, y in pairs)
             for part in _log_likelihoods(model, pairs):
                 total, predicted = total + part[0], predicted + part[1]
                 advance(part[2])
             perplexity = math.exp(-total / predicted) if predicted else None
             distinct = [_distinct(written, n) for n in (1, 2, 3)]
             found.append(Perplexity(key, name, perplexity, predicted, fmean(map(_entropy, written)), distinct))
+    if cut:
+        say(f"unmask: {cut} of {num_texts} texts are cut to the context of {name}, {_context(model)} tokens", err=True)
     return found
 
 
@@ -122,22 +128,29 @@ def _log_likelihoods(
     model: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> Iterator[tuple[float, int, int]]:
     """Of each batch of (c, y): sum of log p(y | c), the number of tokens predicted, the number of texts."""
-    room = getattr(model.config, "max_position_embeddings", None)
-    ordered = sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))  # little padding
-    for first in range(0, len(ordered), BATCH):
-        batch = ordered[first : first + BATCH]
-        sequences = [torch.tensor([*c, *y][:room], dtype=torch.long) for c, y in batch]
-        tokens = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)  # [B, L]
+    room, device = _context(model), model.device
+    ordered = sorted(((len(c), [*c, *y][:room]) for c, y in pairs), key=lambda pair: len(pair[1]))  # little padding
+    size = max(1, TOKENS // max(2, len(ordered[-1][1])))
+    for first in range(0, len(ordered), size):
+        batch = ordered[first : first + size]
+        tokens = pad_sequence([torch.tensor(text, dtype=torch.long) for _, text in batch], batch_first=True)  # [B, L]
         if tokens.shape[1] < 2:
             yield 0.0, 0, len(batch)
             continue
-        place = torch.arange(tokens.shape[1])
-        real = place < torch.tensor([len(sequence) for sequence in sequences])[:, None]
-        counted = (real & (place >= torch.tensor([len(c) for c, _ in batch])[:, None]))[:, 1:]  # [B, L - 1]
-        out = model(input_ids=tokens.to(model.device), attention_mask=real.long().to(model.device))
-        logits = out.logits[:, :-1].float().transpose(1, 2).cpu()  # [B, V, L - 1]: place j is predicted from j - 1
-        log_p = -cross_entropy(logits, tokens[:, 1:], reduction="none").double()
-        yield float(log_p[counted].sum()), int(counted.sum()), len(batch)
+        place, given = torch.arange(tokens.shape[1]), torch.tensor([c for c, _ in batch])[:, None]
+        real = place < torch.tensor([len(text) for _, text in batch])[:, None]
+        counted = (real & (place >= given))[:, 1:].to(device)  # [B, L - 1]
+        tokens = tokens.to(device)
+        logits = model(input_ids=tokens, attention_mask=real.long().to(device)).logits  # [B, L, V]
+        # Place j is predicted from j - 1.
+        log_p = -cross_entropy(logits[:, :-1].float().transpose(1, 2), tokens[:, 1:], reduction="none")
+        yield float(log_p[counted].double().sum()), int(counted.sum()), len(batch)
+
+
+def _context(model: Any) -> int | None:
+    """The most tokens that the model reads; None: any number."""
+    found: int | None = getattr(model.config, "max_position_embeddings", None)
+    return found
 
 
 def _entropy(tokens: Sequence[int]) -> float:
