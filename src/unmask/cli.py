@@ -313,7 +313,17 @@ def evaluate(
     bf16: Annotated[
         bool, Option("--bf16", help="The denoiser's trunk in bfloat16, scores in float32: faster on a GPU.")
     ] = False,
-    bound: Annotated[bool, Option("--bound", help="The held-out bound instead, in nats per token.")] = False,
+    perplexity: Annotated[
+        str | None,
+        Option(
+            help="Also the perplexity of the samples of task text under this causal language model, a folder as "
+            "transformers saves it, beside token entropy and distinct n-grams; adds to RUN/perplexity.jsonl.",
+            show_default=False,
+        ),
+    ] = None,
+    bound: Annotated[
+        bool, Option("--bound", help="The held-out bound instead, in nats per token and, of text, bits per character.")
+    ] = False,
     samples: Annotated[
         int | None,
         Option(
@@ -347,31 +357,41 @@ def evaluate(
         tokens = {"top_p": top_p, "top_k": top_k, "guidance": guidance, "min_length": min_length}
         options |= {"temperature": temperature, "stop_at_eos": stop_at_eos, "compile": compile, "bf16": bf16, **tokens}
         show = _evaluate_curve if curve else _evaluate
+        if perplexity is not None:
+            if curve:
+                raise UserError("--perplexity takes no --curve: it reads the samples of single rules")
+            options["perplexity"] = perplexity
         show(run, policies=policy or [], steps=steps or [], against=against or [], again=again, **options)
         return
     chooses_tokens = (temperature, top_p, top_k, guidance, min_length, stop_at_eos) != (None, 1.0, 0, 0.0, 0, False)
-    if policy or steps or against or curve or again or compile or bf16 or chooses_tokens or exact_denoiser:
+    other = policy or steps or against or curve or again or compile or bf16 or perplexity
+    if other or chooses_tokens or exact_denoiser:
         raise UserError(
-            "--bound takes no --policy, --steps, --against, --curve, --again, --compile, --bf16 or --exact-denoiser, "
-            "and nothing that chooses tokens, such as --temperature: it is a number of the trained model"
+            "--bound takes no --policy, --steps, --against, --curve, --again, --perplexity, --compile, --bf16 or "
+            "--exact-denoiser, nor what chooses tokens, such as --temperature: it is a number of the trained model"
         )
     if _is_main():  # a matter of seconds, and a sum whose rounding would depend on how it is divided
         _evaluate_bound(run, samples=samples or 8, price=price or 0.0, **options)
 
 
-def _evaluate(run: Path, trust_task: bool = False, **options: Any) -> list[Record]:
+def _evaluate(run: Path, trust_task: bool = False, perplexity: str = "", **options: Any) -> list[Record]:
     """Evaluate a run and print the tables."""
     from rich.console import Console
 
+    from unmask.evaluation.perplexity import evaluate_run_perplexity, load_reader
     from unmask.evaluation.plan import evaluate
-    from unmask.report.tables import caption, result_tables, title
+    from unmask.report.tables import caption, perplexity_tables, result_tables, title
     from unmask.training.run import load_task
 
+    where = options.get("split"), trust_task, options["cpu"]
+    reader = load_reader(run, perplexity, *where) if perplexity and _is_main() else None
     records = evaluate(run, trust_task=trust_task, **options)
     if _is_main():
         recipe, task = load_task(run, trust_task)
         split = f", {records[0].spec.split}" if len(task.held_out_splits) > 1 else ""
         tables = result_tables(records, title(run, task) + split, caption(recipe, records))
+        if reader is not None:
+            tables += perplexity_tables(evaluate_run_perplexity(run, records, reader), records)
         Console(highlight=False).print(*tables, sep="\n")
     return records
 
@@ -404,9 +424,12 @@ def _evaluate_bound(run: Path, **options: Any) -> None:
     from rich.console import Console
 
     from unmask.evaluation.bound import evaluate_run_bound
-    from unmask.report.tables import bound_table
+    from unmask.report.tables import bound_table, bound_verdict
 
-    Console(highlight=False).print(bound_table(evaluate_run_bound(run, **options), run.resolve().name))
+    bound = evaluate_run_bound(run, **options)
+    if verdict := bound_verdict(bound):
+        say(verdict)
+    Console(highlight=False).print(bound_table(bound, run.resolve().name))
 
 
 def _is_main() -> bool:

@@ -604,6 +604,42 @@ def test_the_selectors_own_bound_is_unbiased_and_grows_with_the_samples():
     assert many.price is None
 
 
+class Spelled(FixedTask):
+    """Tokens are text: the last of a response says how many characters it has."""
+
+    text_tokenizer = object()
+
+    def text(self, tokens):
+        return "é" * (1 + 10 * tokens[-1])
+
+
+def test_bits_per_character_are_those_of_all_responses():
+    """Not the mean of each response's: the characters differ, and so do the tokens."""
+    model = small_model(budget=BUDGET, tau=1e-4)  # Q is certain: the estimate has no variance
+    bound, silent = bound_of(model, ROWS, task=Spelled(ROWS)), bound_of(model, ROWS)
+    assert (silent.characters, silent.bits) == (0, {})
+    nats, C = exact_order_bounds(model, ROWS).sum(-1) * ROWS.response.sum(-1), torch.tensor([11.0, 1, 1])
+    assert bound.characters == 13
+    bits = -nats / math.log(2)
+    ratio = float(bits.sum() / 13)
+    error = float((bits - ratio * C).std() / math.sqrt(3) / C.mean())
+    assert bound.bits["order"] == pytest.approx([ratio, error], rel=1e-6)
+    assert set(bound.bits) == {"order", "self", "many_sample", "mdm"}
+    own, many = (bound.bits[name][0] for name in ("self", "many_sample"))
+    assert many < own, "more samples, a tighter bound, fewer bits"
+    one = bound_of(model, ROWS.rows(torch.tensor([0])), task=Spelled(ROWS.rows(torch.tensor([0]))), examples=2)
+    for name, value in (("self", one.self_bound), ("many_sample", one.many_sample_bound), ("mdm", one.mdm_bound)):
+        assert one.bits[name][0] == pytest.approx(-3 * value / math.log(2) / 11, rel=1e-6)
+
+
+@torch.no_grad()
+def test_the_gain_over_iid_is_that_of_the_better_bound():
+    model = small_model(budget=BUDGET)
+    bound = bound_of(model, ROWS, examples=6)
+    assert bound.gain == pytest.approx(max(bound.order_bound, bound.self_bound) - bound.mdm_bound, rel=1e-9)
+    assert bound.gain_se > 0
+
+
 @torch.no_grad()
 def test_the_bound_of_lo_arm_is_unbiased():
     """Its own posterior, one token per step: the sum over all orders, within five standard errors."""

@@ -22,7 +22,16 @@ from unmask.evaluation.verdicts import Verdicts
 from unmask.jsonl import ResultsError
 from unmask.report.html import Section, together, write_html
 from unmask.report.plots import COLOURS, ORDER_LOOKS, colours_of, order_picture, pictured, shared_plot
-from unmask.report.tables import area_table, bound_table, columns, comparison_table, notes, ordered, result_tables
+from unmask.report.tables import (
+    area_table,
+    bound_table,
+    bound_verdict,
+    columns,
+    comparison_table,
+    notes,
+    ordered,
+    result_tables,
+)
 from unmask.report.tables import record_table as table
 
 RECORDS = [
@@ -269,6 +278,27 @@ def test_the_bound_table():
     own = dataclasses.replace(BOUND, order_bound=None, order_bound_se=None, reconstruction=[], order_kl=[], price=0.25)
     assert "order KL" not in (text := printed(bound_table(own, "groups")))
     assert "(J), T = 2, price 0.25, 1.97 steps" in text
+
+
+def test_the_bound_table_of_text():
+    bits = {"order": [1.234, 0.056], "self": [1.2, 0.05], "many_sample": [1.1, 0.04], "mdm": [2.5, 0.03]}
+    told = dataclasses.replace(BOUND, bits=bits, characters=4321, gain=0.9, gain_se=0.1)
+    text = " ".join(printed(bound_table(told, "mine")).split())
+    for part in ("bits/char", "1.234 ± 0.056", "1.100 ± 0.040", "2.500 ± 0.030", "4,321 Unicode characters"):
+        assert part in text
+    assert "bits/char" not in printed(bound_table(BOUND, "groups"))
+
+
+def test_an_order_that_is_worse_than_iid_is_called_so(tmp_path):
+    for gain, error, words in (
+        (-0.9, 0.1, "WORSE than IID, by 0.9000 nats per token (standard error 0.1000)."),
+        (-0.1, 0.1, "(standard error 0.1000), which may be chance."),
+    ):
+        worse = dataclasses.replace(BOUND, gain=gain, gain_se=error)
+        assert words in bound_verdict(worse)
+        write_html(tmp_path / "page.html", [Section("groups", "", [LEARNED], [[0]], worse)])
+        assert words in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert bound_verdict(dataclasses.replace(BOUND, gain=0.1, gain_se=0.1)) == bound_verdict(BOUND) == ""
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------------

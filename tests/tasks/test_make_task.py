@@ -32,6 +32,7 @@ def test_errors_are_one_line():
     for name, options, parts in (
         ("group", {}, ["unknown task 'group'", "did you mean 'groups'?", *TASKS]),
         ("a\nb", {}, ["unknown task"]),
+        ("text", {"seed": 0}, ["unknown key 'seed'; leave it out: task text has files, field, prompt"]),
         ("groups", {"group_sise": 4}, ["unknown key 'group_sise'", "did you mean 'group_size'?", "seed, groups"]),
         ("groups", {"groups": True}, ["task.groups must be a whole number, got True"]),
         ("groups", {"seed": 2**63}, ["seed must fit in 64 bits"]),

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -375,7 +376,7 @@ def test_bad_pairs_are_one_line(shards, tmp_path):
             pairs(tmp_path).check()
     with pytest.raises(UserError, match="set both, or none"):
         pairs(tmp_path, response="")
-    with pytest.raises(UserError, match=r"c\.txt has no keys: pairs are read from \.jsonl files only"):
+    with pytest.raises(UserError, match=r"c\.txt has no keys: pairs are read from \.jsonl files and folders"):
         pairs(tmp_path, files=str(tmp_path / "c.txt")).check()
 
 
@@ -460,6 +461,190 @@ def test_how_varied_texts_are(tmp_path):
     assert task.overall(["a", "a", ""]) == {"entropy": 0.0}
     examples = task.prompted("abc")
     assert task.codes(torch.full((1, 128), ord("x")), examples) == ["x" * 125]
+
+
+# --- folders of the package datasets ----------------------------------------------------------------------------------
+
+
+class Rows(list):
+    """As much of datasets.Dataset as is used; its folder has the rows as JSON."""
+
+    @property
+    def column_names(self):
+        return list(self[0])
+
+    def select_columns(self, names):
+        return Rows({name: row[name] for name in names} for row in self)
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """Saves rows to a folder, which a stand-in for the package reads."""
+
+    def load_from_disk(folder):
+        return Rows(json.loads((tmp_path / folder / "data-00000-of-00001.arrow").read_text()))
+
+    def save(rows, name="rows"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "data-00000-of-00001.arrow").write_text(json.dumps(rows))
+        (tmp_path / name / "state.json").write_text("{}")
+        return str(tmp_path / name)
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_from_disk=load_from_disk))
+    return save
+
+
+def test_the_rows_of_a_dataset_are_pairs(tmp_path, saved):
+    write_pairs(tmp_path / "p.jsonl", PAIRS)
+    folder, lines = saved([{**pair, "id": 3} for pair in PAIRS]), pairs(tmp_path)
+    task, ids = pairs(tmp_path, files=folder), torch.arange(16)
+    for split in ("train", "test"):
+        assert torch.equal(task.examples(ids, split).tokens, lines.examples(ids, split).tokens)
+    saved([{"q": "other", "a": "x"}] * 20)
+    assert task.text(pairs(tmp_path, files=folder).examples(ids[:1], "train").tokens[0, 7:12].tolist()) == "other"
+    both = text(tmp_path, files=str(tmp_path / "*"), field="q", test_every=2)  # a folder beside other files
+    assert {path.name for path in both.shards} == {"p.jsonl", "rows"}
+
+
+def test_a_dataset_that_cannot_be_used_is_one_line(tmp_path, saved, monkeypatch):
+    for rows, words in (
+        ([*PAIRS, {"q": "x", "a": ""}], r"rows, row 21: the response 'a' is empty"),
+        ([*PAIRS, {"q": "x", "a": None}], r"rows, row 21: not an object with a text 'a'"),
+        ([{"q": "x", "b": "y"}], r"rows has no column 'a': it has q, b\Z"),
+    ):
+        with pytest.raises(UserError, match=words):
+            pairs(tmp_path, files=saved(rows)).check()
+    (tmp_path / "rows" / "data-00000-of-00001.arrow").write_text("{")
+    with pytest.raises(UserError, match=r"datasets cannot read .*rows: "):
+        pairs(tmp_path, files=str(tmp_path / "rows")).check()
+    saved(PAIRS, "both/train")
+    saved(PAIRS, "both/test")
+    with pytest.raises(UserError, match="both has the splits test, train: give one of these folders"):
+        pairs(tmp_path, files=str(tmp_path / "both")).check()
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"is read by the package datasets: pip install 'unmask\[datasets\]'\Z"):
+        pairs(tmp_path, files=str(tmp_path / "both" / "train")).check()
+
+
+def test_a_folder_that_the_package_itself_saved(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(PAIRS).save_to_disk(str(tmp_path / "rows"))
+    write_pairs(tmp_path / "p.jsonl", PAIRS)
+    tasks = [pairs(tmp_path, files=str(tmp_path / name)) for name in ("rows", "p.jsonl")]
+    rows, lines = (task.examples(torch.arange(16), "train").tokens for task in tasks)
+    assert torch.equal(rows, lines)
+
+
+# --- chat templates ---------------------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
+def chat_folder(tmp_path, template, **more):
+    """A folder as transformers saves a tokenizer, with a chat template where there is one."""
+    folder = tmp_path / "chat"
+    folder.mkdir(exist_ok=True)
+    words = Tokenizer.from_file(words_of(tmp_path, "<user>", "<bot>", "a", "b", "</s>", "<end>"))
+    words.save(str(folder / "tokenizer.json"))
+    values = {"eos_token": "<end>", **({"chat_template": template} if template else {}), **more}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    return str(folder)
+
+
+def test_a_prompt_goes_through_the_chat_template(tmp_path):
+    write_pairs(tmp_path / "p.jsonl", [{"q": "a b", "a": "b a"}] * 10)
+    folder = chat_folder(tmp_path, TEMPLATE)
+    for tokenizer in (folder, f"{folder}/tokenizer.json"):
+        task = pairs(tmp_path, tokenizer=tokenizer, chat=True, length=9, response_length=4)
+        examples = task.examples(torch.tensor([0]), "train")
+        assert task.eos_token_id == 7, "the chat's own, though the tokenizer also has </s>"
+        assert examples.tokens.tolist() == [[7, 2, 4, 5, 3, 5, 4, 7, 7]], "<user> a b <bot> | b a <end> <end>"
+        given = task.prompted("b")
+        assert given.tokens[0][given.attention_mask[0] & ~given.response[0]].tolist() == [2, 5, 3]
+    plain = pairs(tmp_path, tokenizer=folder, eos="<end>", length=9, response_length=4)
+    assert plain.examples(torch.tensor([0]), "train").tokens.tolist() == [[7, 7, 7, 4, 5, 5, 4, 7, 7]]
+    chat_folder(tmp_path, TEMPLATE.replace("<bot>", "<bot> <bot>"))
+    other = pairs(tmp_path, tokenizer=folder, chat=True, length=9, response_length=4)
+    assert other.examples(torch.tensor([0]), "train").tokens[0, :5].tolist() == [2, 4, 5, 3, 3], "another cache"
+
+
+def test_a_chat_without_a_template_is_one_line(tmp_path):
+    write_pairs(tmp_path / "p.jsonl", PAIRS)
+    for template, words in (
+        ("", r"\Atask text: no chat template lies beside .*chat: give a chat model's tokenizer, or no chat\Z"),
+        ("{{ raise_exception('no system') }}", "the chat template beside .* fails: no system"),
+    ):
+        with pytest.raises(UserError, match=words):
+            pairs(tmp_path, tokenizer=chat_folder(tmp_path, template), chat=True).check()
+    for options in ({"prompt": "", "response": "", "tokenizer": "x"}, {"tokenizer": ""}):
+        with pytest.raises(UserError, match="set prompt, response and tokenizer"):
+            pairs(tmp_path, chat=True, **options)
+
+
+# --- infilling --------------------------------------------------------------------------------------------------------
+
+
+def test_a_span_is_written_and_the_text_around_it_is_given(shards, tmp_path):
+    task, whole = text(tmp_path, form="infill"), text(tmp_path)
+    task.check()
+    count = task._count("train")
+    ids = torch.arange(count)
+    found, plain = task.examples(ids, "train"), whole.examples(ids, "train")
+    assert torch.equal(found.tokens, plain.tokens)
+    assert torch.equal(found.attention_mask, plain.attention_mask)
+    assert len(list((tmp_path / "cache").glob("*-train"))) == 1, "bytes have nothing around them: the same cache"
+    n, size = found.attention_mask.sum(-1), found.response.sum(-1)
+    assert (size >= 1).all()
+    assert (size <= (n // 2).clamp(min=1)).all()
+    assert (found.response & ~found.attention_mask).sum() == 0
+    edges = found.response.long().diff(dim=-1, prepend=torch.zeros(count, 1), append=torch.zeros(count, 1))
+    assert (edges.abs().sum(-1) == 2).all(), "one span"
+    given = found.attention_mask & ~found.response
+    assert given[:, 0].any(), "some have a text on their left"
+    assert not given[:, 0].all()
+    again = task.examples(ids + count, "train")
+    assert torch.equal(again.tokens, found.tokens)
+    assert not torch.equal(again.response, found.response), "another span in the next epoch"
+    order, plain_order = (task.order(0, 0, torch.arange(2 * count)) for task in (task, whole))
+    assert torch.equal(order % count, plain_order)
+    assert order[count:].min() >= count
+
+
+def test_a_text_with_gaps_of_the_users_own(tmp_path):
+    task = Text(form="infill", length=8)
+    asked = task.prompted("a<mask><mask>é<mask>")
+    assert asked.response.int().tolist() == [[0, 1, 1, 0, 0, 1, 0, 0]]
+    assert asked.attention_mask.int().tolist() == [[1] * 6 + [0] * 2]
+    assert task.text(asked.tokens[0][asked.attention_mask[0] & ~asked.response[0]].tolist()) == "aé"
+    with pytest.raises(UserError, match=r"\Awrite <mask> in --prompt for each token"):
+        task.prompted("abc")
+    with pytest.raises(UserError, match="the prompt has 9 tokens, and task text has room for 8"):
+        task.prompted("abcdefgh<mask>")
+    with pytest.raises(UserError, match="for texts without a prompt"):
+        pairs(tmp_path, form="infill")
+    with pytest.raises(UserError, match="set form to whole or infill"):
+        Text(form="fill")
+
+
+def test_a_span_is_never_one_of_the_marks_of_a_tokenizer(tmp_path):
+    (tmp_path / "a.txt").write_text("a b\n" * 10)
+    path = words_of(tmp_path, "a", "b")
+    for form, tokens in (("whole", [1, 2, 3, 0]), ("infill", [2, 3, 0, 0])):
+        task = text(tmp_path, tokenizer=path, length=4, form=form)
+        assert task.examples(torch.tensor([0]), "train").tokens.tolist() == [tokens], "<cls> is before a whole text"
+
+
+def test_the_checker_of_a_span_sees_where_it_stands(own):
+    (own / "p.txt").write_text("abcdef\n" * 10)
+    (own / "my_checks.py").write_text("seen = []\ndef check(*texts):\n    seen.append(texts)\n    return True\n")
+    task = text(own, files="p.txt", form="infill", length=6, checker="my_checks:check")
+    examples = task.examples(torch.arange(2), "test")
+    assert task.valid(examples.tokens, examples).all()
+    for (prompt, response, reference), row in zip(sys.modules["my_checks"].seen, examples.response, strict=True):
+        assert response == reference == "".join(letter for letter, here in zip("abcdef", row, strict=True) if here)
+        assert prompt == "abcdef".replace(response, "<mask>")
 
 
 def test_from_training_to_the_report(own, call, refused):  # noqa: F811

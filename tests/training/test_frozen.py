@@ -12,7 +12,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers", reason="pip install 'unmask[pretrained]'")
 
 import unmask  # noqa: E402
-from tests.models import test_adaptation, test_llada  # noqa: E402
+from tests.models import test_adaptation, test_checkpoints  # noqa: E402
 from tests.models.test_masked import MASK, SEQUENCES, WORDS, build, change, tokenizer  # noqa: E402
 from tests.test_cli import call  # noqa: E402, F401
 from tests.training.small import padded, same, weights  # noqa: E402
@@ -50,10 +50,10 @@ def both(request, tmp_path):
     if request.param == "function":
         return unmask.load_denoiser(counting, mask_token_id=MASK), lambda x: counting(x[None], None)[0]
     if request.param == "llada":
-        theirs = {name: tensor.double() for name, tensor in test_llada.random_weights().items()}
+        theirs = {name: tensor.double() for name, tensor in test_checkpoints.random_weights(test_checkpoints.LLADA).items()}
         save_file(theirs, tmp_path / "model.safetensors")
-        (tmp_path / "config.json").write_text(json.dumps(test_llada.CONFIG | {"mask_token_id": MASK}))
-        return unmask.load_denoiser(tmp_path), partial(test_llada.reference, theirs)
+        (tmp_path / "config.json").write_text(json.dumps(test_checkpoints.LLADA | {"mask_token_id": MASK}))
+        return unmask.load_denoiser(tmp_path), partial(test_checkpoints.llada, theirs)
     own = build(request.param).double().eval()
     return unmask.load_denoiser(build(request.param).double(), mask_token_id=MASK), lambda x: own(x[None]).logits[0]
 
@@ -297,11 +297,11 @@ def test_any_function_from_python(here):
 def test_a_checkpoint_of_llada(here):
     shutil.rmtree("my-model")
     tokenizer().save_pretrained("my-model")
-    save_file({n: t.bfloat16() for n, t in test_llada.random_weights().items()}, "my-model/model.safetensors")
-    config = test_llada.CONFIG | {"mask_token_id": MASK}
+    save_file({n: t.bfloat16() for n, t in test_checkpoints.random_weights(test_checkpoints.LLADA).items()}, "my-model/model.safetensors")
+    config = test_checkpoints.LLADA | {"mask_token_id": MASK}
     (here / "my-model" / "config.json").write_text(json.dumps(config))
     model = train()
-    assert (model.config.selector.reads, model.config.denoiser.width) == ("hidden", test_llada.D)
+    assert (model.config.selector.reads, model.config.denoiser.width) == ("hidden", test_checkpoints.D)
     assert {parameter.dtype for parameter in model.denoiser.parameters()} == {torch.float32}, "on a CPU"
     assert OrderModel.from_pretrained("run").denoiser.fingerprint == model.denoiser.fingerprint
 

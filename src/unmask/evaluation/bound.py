@@ -4,12 +4,19 @@ the paper's    sum_t E_Q[F_t],   Q the scorer's posterior                       
 J              E_P[sum_t g_t],   the selector orders the true tokens itself       (`variational.self_posterior`)
 k samples      E[log mean_i exp(sum_t g_t^i)],   i = 1..k of the same walks       (grows with k to log P)
 IID            the plain denoiser's, every mask revealed with probability 1 / (t + 1)
+
+Where the tokens are text, they are told in bits per character too, so that tokenizers can be compared:
+
+    - sum_e (bound of response e in nats) / (ln 2 sum_e C_e)
+
+C_e: the Unicode characters of response e, decoded up to its end; bytes that are no character count as the decoder shows
+them.  The nats are those of the whole response, of EOS too.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +64,10 @@ class BoundReport:
     mdm_bound_se: float
     entropy: float | None  # of the true distribution: minus it is the most that a bound can be on average
     true_log_likelihood: float | None  # the exact one of these very sequences
+    gain: float | None = None  # over mdm_bound, of the larger of order_bound and self_bound; its error is paired
+    gain_se: float | None = None
+    characters: int = 0  # of all responses; 0: the tokens are no text
+    bits: dict[str, list[float]] = field(default_factory=dict)  # of order, self, many_sample, mdm: with standard error
 
 
 def evaluate_run_bound(
@@ -108,7 +119,7 @@ def evaluate_bound(
     nearest = min(max(price, selector.prices[0]), selector.prices[1]) if selector.prices else None
     own = SelfObjective(model, samples, budget, seed)
     scored = scored_objective(model)(model, samples, NoBaseline(), seed) if model.scorer is not None else None
-    batches, lengths, exact = [], [], []
+    batches, lengths, exact, characters = [], [], [], list[int]()
     with progress("bound", examples) as advance:
         for ids in torch.arange(examples).split(max(1, BATCH * 8 // max(8, samples))):
             truth, ids = task.examples(ids, "test"), ids.to(device)
@@ -121,11 +132,20 @@ def evaluate_bound(
             batches.append(torch.stack([part.cpu().double() for part in parts]))  # [4, B]; with a scorer [4 + 2T, B]
             lengths.append(truth.num_response)
             exact.append(task.log_likelihood(truth.tokens, truth))
+            if task.text_tokenizer is not None:
+                responses = zip(truth.tokens, truth.response, strict=True)
+                characters += [len(task.text(row[here].tolist())) for row, here in responses]
             advance(len(ids))
     tokens, values = torch.cat(lengths).double(), torch.cat(batches, dim=1)  # [E], [4 or 4 + 2T, E]
     J, many, mdm = (_mean_and_error(values[row] / tokens) for row in (0, 1, 3))
     F1, KL = (values[4:] / tokens).unflatten(0, (2, -1))  # [T, E] each
-    order_bound, order_bound_se = _mean_and_error((F1 - KL).sum(0)) if scored is not None else (None, None)
+    order = (F1 - KL).sum(0)  # [E]
+    order_bound, order_bound_se = _mean_and_error(order) if scored is not None else (None, None)
+    best = order if order_bound is not None and order_bound > J[0] else values[0] / tokens
+    gain, gain_se = _mean_and_error(best - values[3] / tokens)
+    C = torch.tensor(characters).double()  # [E]
+    nats = {"self": values[0], "many_sample": values[1], "mdm": values[3]}
+    nats |= {"order": order * tokens} if scored is not None else {}
     known = [log_likelihood for log_likelihood in exact if log_likelihood is not None]
     return BoundReport(
         budget=budget,
@@ -145,6 +165,10 @@ def evaluate_bound(
         mdm_bound_se=mdm[1],
         entropy=None if task.entropy is None else task.entropy / float(tokens.mean()),
         true_log_likelihood=float((torch.cat(known) / tokens).mean()) if known else None,
+        gain=gain,
+        gain_se=gain_se,
+        characters=sum(characters),
+        bits={name: _bits(whole, C) for name, whole in nats.items()} if sum(characters) else {},
     )
 
 
@@ -170,3 +194,13 @@ def _plain_bound(plain: OrderModel, truth: Examples, ids: Tensor, budget: int, s
 
 def _mean_and_error(values: Tensor) -> tuple[float, float]:
     return float(values.mean()), float(values.std() / math.sqrt(len(values)))
+
+
+def _bits(nats: Tensor, characters: Tensor) -> list[float]:
+    """Per character, R = sum_e b_e / sum_e C_e with b_e = -nats_e / ln 2, and its standard error.
+
+    That is std(b_e - R C_e) / (sqrt(E) mean C), of the first order.
+    """
+    bits = -nats / math.log(2)
+    ratio = float(bits.sum() / characters.sum())
+    return [ratio, _mean_and_error(bits - ratio * characters)[1] / float(characters.mean())]

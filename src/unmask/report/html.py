@@ -12,6 +12,7 @@ from unmask.display import in_html
 from unmask.errors import UserError
 from unmask.evaluation.bound import BoundReport, read_bound
 from unmask.evaluation.curve import Curve, read_curve
+from unmask.evaluation.perplexity import Perplexity, read_perplexities
 from unmask.evaluation.records import Record, grouped, read_run
 from unmask.files import refuse_link, write_text
 from unmask.jsonl import ResultsError
@@ -19,10 +20,12 @@ from unmask.report.plots import curve_plot, order_picture, pictured, shared_plot
 from unmask.report.tables import (
     ResultTable,
     bound_table,
+    bound_verdict,
     caption,
     curve_table,
     curve_verdict,
     ordered,
+    perplexity_tables,
     result_tables,
     title,
 )
@@ -43,6 +46,7 @@ class Section(NamedTuple):
     run: str = ""  # the run's name
     task: str = ""  # what distinguishes its task from others of the same name
     curve: Curve | None = None
+    perplexities: Sequence[Perplexity] = ()
 
 
 def write_report(runs: Sequence[Path], page: Path, trust_task: bool = False, pictures: bool = True) -> None:
@@ -62,7 +66,8 @@ def write_report(runs: Sequence[Path], page: Path, trust_task: bool = False, pic
         swept = {point.key for point in curve.points} if curve else set()
         # The points of a sweep are in its plot: hundreds of rows would bury the rest.
         records = [r for r in records if r.key not in swept or r.spec.policy in usual]
-        sections.append(Section(*told, records, task.layout, bound, shown, own, curve))
+        read = read_perplexities(run)
+        sections.append(Section(*told, records, task.layout, bound, shown, own, curve, read))
     write_html(page, sections)
     for run, section in zip(runs, sections, strict=True):
         if pictures and (chosen := pictured(section.records)):
@@ -112,9 +117,11 @@ def _section(section: Section) -> str:
             "Which position is revealed when: a row is a sequence, a column a position, positions that belong together "
             "side by side.",
         )
+    tables += perplexity_tables(section.perplexities, records)
     if section.bound is not None:
         tables.append(bound_table(section.bound, section.run))
-    told = f"<h2>{in_html(section.title)}</h2><p>{in_html(section.caption)}</p>"
+    verdict = bound_verdict(section.bound) if section.bound is not None else ""
+    told = f"<h2>{in_html(section.title)}</h2><p>{in_html(' '.join([verdict, section.caption]).strip())}</p>"
     return f"<section>{told}{pictures}{''.join(map(_html_table, tables))}</section>"
 
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from unmask.display import in_markup
 from unmask.evaluation.compare import NEAR, Comparison, area, compare, curves, whole_steps
 from unmask.evaluation.curve import Curve, Point, frontier, height, steps_for
+from unmask.evaluation.perplexity import HELD_OUT, Perplexity
 from unmask.evaluation.records import LABELS, Record, grouped
 from unmask.recipe import Recipe, continued
 from unmask.tasks.exact import EXACT
@@ -246,28 +247,75 @@ def area_table(records: Sequence[Record]) -> ResultTable:
     return ResultTable("area under score against steps", AREA_LEGEND, ["rule", "mean score", "over steps"], rows)
 
 
+PERPLEXITY_LEGEND = (
+    "perplexity: of the decoded samples, split again by the tokenizer of {}; less is better, if the other columns are "
+    "near those of the held-out texts: what repeats itself is easy to predict. token entropy: in nats, mean over the "
+    "samples. distinct: different tokens, pairs and triples, as fractions of all. tokens: that were predicted."
+)
+
+
+def perplexity_tables(lines: Sequence[Perplexity], records: Sequence[Record]) -> list[ResultTable]:
+    """What each causal model says of the samples of these records."""
+    headings = ["policy", "perplexity", "token entropy", "distinct 1", "distinct 2", "distinct 3", "tokens"]
+    tables = []
+    for causal, found in grouped(lines, lambda line: line.causal).items():
+        said, known, rows = {line.key: line for line in found}, ordered(records), []
+        names = {HELD_OUT: "held-out texts"} | {record.key: row_name(record, known) for record in known}
+        for key in [*(record.key for record in known), HELD_OUT]:
+            if key in said:
+                line = said[key]
+                perplexity = "–" if line.perplexity is None else f"{line.perplexity:.2f}"
+                cells = [f"{value:.3f}" for value in (line.token_entropy, *line.distinct)]
+                rows.append([names[key], perplexity, *cells, f"{line.tokens:,}"])
+        marked = [record.spec.learned for record in known if record.key in said]
+        legend, title = PERPLEXITY_LEGEND.format(causal), f"samples as read by {causal}"
+        tables.append(ResultTable(title, legend, headings, rows, ("tokens", "distinct 1", "distinct 3"), marked))
+    return tables
+
+
+CHARACTERS_LEGEND = (
+    "bits/char: the bits of all responses, EOS included, divided by their {:,} Unicode characters once decoded; less "
+    "is better."
+)
+
+
+def bound_verdict(bound: BoundReport) -> str:
+    """What is said of an order that is worse than IID; else nothing."""
+    if bound.gain is None or bound.gain_se is None or bound.gain >= 0:
+        return ""
+    chance = ", which may be chance" if bound.gain > -2 * bound.gain_se else ""
+    amount = f"{-bound.gain:.4f} nats per token (standard error {bound.gain_se:.4f}){chance}"
+    return f"By the bound the learned order is WORSE than IID, by {amount}."
+
+
 def bound_table(bound: BoundReport, run: str) -> ResultTable:
     """The learned order's bounds, and what they are to be compared with."""
-    rows = []
+    rows = list[list[str]]()
+
+    def add(name: str, value: float, error: float | str | None, bits: str = "") -> None:
+        told = "{:.3f} ± {:.3f}".format(*bound.bits[bits]) if bits in bound.bits else ""
+        rows.append([name, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else error or "", told])
+
     if bound.order_bound is not None:
-        rows.append([f"learned order, T = {bound.budget}", f"{bound.order_bound:.4f}", f"{bound.order_bound_se:.4f}"])
+        add(f"learned order, T = {bound.budget}", bound.order_bound, bound.order_bound_se, "order")
         for t, (reconstruction, kl) in enumerate(zip(bound.reconstruction, bound.order_kl, strict=True)):
             step = bound.budget - 1 - t
-            rows.append([f"  step {step} (t = {t}): reconstruction, order KL", f"{reconstruction:.4f}, {kl:.4f}", ""])
+            name = f"  step {step} (t = {t}): reconstruction, order KL"
+            rows.append([name, f"{reconstruction:.4f}, {kl:.4f}", "", ""])
     at = f"T = {bound.budget}" + ("" if bound.price is None else f", price {bound.price:g}")
     whose = "learned order" if bound.order_bound is None else "its selector alone"
-    name = f"{whose} (J), {at}, {bound.steps:.2f} steps"
-    rows.append([name, f"{bound.self_bound:.4f}", f"{bound.self_bound_se:.4f}"])
-    name = f"  the same from {bound.samples} samples"
-    rows.append([name, f"{bound.many_sample_bound:.4f}", f"{bound.many_sample_bound_se:.4f}"])
-    name = f"plain denoiser, IID order, {bound.budget} steps"
-    rows.append([name, f"{bound.mdm_bound:.4f}", f"{bound.mdm_bound_se:.4f}"])
+    add(f"{whose} (J), {at}, {bound.steps:.2f} steps", bound.self_bound, bound.self_bound_se, "self")
+    add(f"  the same from {bound.samples} samples", bound.many_sample_bound, bound.many_sample_bound_se, "many_sample")
+    add(f"plain denoiser, IID order, {bound.budget} steps", bound.mdm_bound, bound.mdm_bound_se, "mdm")
     if bound.true_log_likelihood is not None:
-        rows.append(["true log-likelihood of the same sequences", f"{bound.true_log_likelihood:.4f}", "exact"])
+        add("true log-likelihood of the same sequences", bound.true_log_likelihood, "exact")
     if bound.entropy is not None:
-        rows.append(["minus the true entropy, the limit", f"{-bound.entropy:.4f}", "exact"])
-    headings = ["bound, nats per token", "value", "standard error"]
-    return ResultTable(f"{run}: held-out bounds, {bound.num_examples} sequences", "", headings, rows, marked=[True])
+        add("minus the true entropy, the limit", -bound.entropy, "exact")
+    headings, title = ["bound, nats per token", "value", "standard error", "bits/char"], f"{run}: held-out bounds"
+    legend = CHARACTERS_LEGEND.format(bound.characters)
+    if not bound.bits:
+        headings, rows, legend = headings[:3], [row[:3] for row in rows], ""
+    return ResultTable(f"{title}, {bound.num_examples} sequences", legend, headings, rows, marked=[True])
 
 
 CURVE_LEGEND = (

@@ -54,6 +54,10 @@ def task_class(name: str) -> type[Any]:
 def make_task(name: str, **options: int | bool | str) -> Task:
     """The task of this name; UserError for a wrong name, option or value."""
     cls = task_class(name)
+    known = [option.name for option in dataclasses.fields(cls)]
+    for key in options:
+        instead = did_you_mean(key, known) or "leave it out: "
+        require(key in known, f"task: unknown key {key!r}; {instead}task {name} has {', '.join(known)}")
     values = check_fields(cls, options, "task")
     try:
         task: Task = cls(**values)

@@ -26,7 +26,7 @@ from unmask.progress import watched
 from unmask.rng import Purpose, uniforms
 from unmask.tasks.cache import alone_in, cache_folder, written_whole
 from unmask.tasks.diversity import sequence_codes
-from unmask.tasks.task import Examples, Task, check_choice, check_range, check_split, prompt_kept
+from unmask.tasks.task import Examples, Task, check_choice, check_range, check_split, prompt_kept, random_spans
 
 # Raise it with every change of the code after which the same files give other statements.
 CACHE_VERSION = 1
@@ -89,11 +89,7 @@ class Statements(Task):
         words = Purpose.DATA, int(split == "train"), ids[:, None], torch.arange(2)
         u = uniforms(self.seed, *words, dtype=torch.float64)  # [B, 2]
         n = (tokens > 0).sum(-1)
-        size = 1 + (u[:, 0] * (n // 2)).long()
-        start = (u[:, 1] * (n - size + 1)).long()
-        place = torch.arange(self.length)
-        span = (place >= start[:, None]) & (place < (start + size)[:, None])
-        return Examples(tokens, span, place < n[:, None])
+        return Examples(tokens, random_spans(u, n, self.length), torch.arange(self.length) < n[:, None])
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
         known = ((tokens >= 0) & (tokens < len(self.vocabulary))).all(-1)

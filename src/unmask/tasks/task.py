@@ -244,3 +244,18 @@ def check_no_mask(examples: Examples, mask_token_id: int, text: Callable[[list[i
 def prompt_kept(tokens: Tensor, examples: Examples) -> Tensor:
     """[B]: whether every position outside the response is as it was given."""
     return ((tokens == examples.tokens) | examples.response).all(-1)
+
+
+def random_spans(u: Tensor, sizes: Tensor, length: int) -> Tensor:
+    """[B, L] bool: a span of up to half of the first n positions, n from `sizes` [B], by the uniforms u [B, 2]."""
+    span = 1 + (u[:, 0] * (sizes // 2)).long()
+    start = (u[:, 1] * (sizes - span + 1)).long()
+    place = torch.arange(length)
+    return (place >= start[:, None]) & (place < (start + span)[:, None])
+
+
+def around(task: Task, examples: Examples, row: int) -> tuple[str, str]:
+    """The texts that are given before and behind the response of a row."""
+    tokens, response = examples.tokens[row], examples.response[row]
+    given, behind = examples.attention_mask[row] & ~response, response.cumsum(-1) > 0
+    return task.text(tokens[given & ~behind].tolist()), task.text(tokens[given & behind].tolist())

@@ -25,48 +25,80 @@ import numpy as np
 import torch
 
 from unmask import files
-from unmask.errors import UserError
+from unmask.errors import UserError, require
 from unmask.jsonl import parse_json
 from unmask.rng import Purpose, uniforms
 from unmask.tasks.cache import Ragged, alone_in, written_whole
 
 FORMAT_VERSION = 1
+DATASET = "state.json"  # is in every folder that the package datasets saved
 CACHE_FILES = ("tokens.bin", "offsets.bin", "cache.json")
+
+
+def parts_of(shard: Path) -> list[Path]:
+    """The files that a shard is made of: itself, or those of a folder that the package datasets saved."""
+    return [*sorted(shard.glob("*.arrow")), shard / DATASET] if shard.is_dir() else [shard]
 
 
 def read_texts(shards: Sequence[Path], fields: Sequence[str]) -> Iterator[tuple[list[str], int]]:
     """The texts of each line with the number of bytes read so far, one line in memory at a time.
 
-    A shard whose name ends in .jsonl has one object per line, whose `fields` are the texts; any other has one text per
-    line.  Empty lines are skipped.  Of several fields, the last is a response, and must not be empty.
+    A shard whose name ends in .jsonl has one object per line, whose `fields` are the texts, and a folder of the package
+    datasets has them in its rows; any other has one text per line.  Empty lines are skipped.  Of several fields, the
+    last is a response, and must not be empty.
     """
     position = 0
     for path in shards:
+        if path.is_dir():
+            rows, size = _rows(path, fields), sum(part.stat().st_size for part in parts_of(path))
+            for number, row in enumerate(rows, start=1):
+                yield _texts(row, f"{path}, row {number}", fields), position + size * number // len(rows)
+            position += size
+            continue
         with path.open("rb") as file:
             for line, raw in enumerate(file, start=1):
                 position += len(raw)
                 if raw.strip():
-                    yield _texts(raw, path, line, fields), position
+                    yield _texts_of_line(raw, path, line, fields), position
 
 
-def _texts(raw: bytes, path: Path, line: int, fields: Sequence[str]) -> list[str]:
+def _texts_of_line(raw: bytes, path: Path, line: int, fields: Sequence[str]) -> list[str]:
     try:
         text = raw.decode().strip("\r\n")
     except UnicodeDecodeError:
         raise UserError(f"{path}, line {line}: not UTF-8") from None
     if path.suffix != ".jsonl":
         return [text]
-    found = []
-    for field in fields:
-        try:
-            found.append(parse_json(text)[field])
-        except (ValueError, KeyError, TypeError):
-            found.append(None)
-        if not isinstance(found[-1], str):
-            raise UserError(f"{path}, line {line}: not an object with a text {field!r}")
+    try:
+        values = parse_json(text)
+    except ValueError:
+        values = None
+    return _texts(values, f"{path}, line {line}", fields)
+
+
+def _texts(values: Any, where: str, fields: Sequence[str]) -> list[str]:
+    found: list[Any] = [values.get(field) if isinstance(values, dict) else None for field in fields]
+    for field, text in zip(fields, found, strict=True):
+        require(isinstance(text, str), f"{where}: not an object with a text {field!r}")
     if len(fields) > 1 and not found[-1].strip():
-        raise UserError(f"{path}, line {line}: the response {fields[-1]!r} is empty: give it a text, or drop the line")
+        raise UserError(f"{where}: the response {fields[-1]!r} is empty: give it a text, or drop the line")
     return found
+
+
+def _rows(folder: Path, fields: Sequence[str]) -> Any:
+    """The rows of a folder that the package datasets saved, with these columns."""
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"{folder} is read by the package datasets: pip install 'unmask[datasets]'") from None
+    try:
+        rows = datasets.load_from_disk(str(folder))
+    except Exception as error:  # whatever a damaged file makes it raise
+        raise UserError(f"datasets cannot read {folder}: {' '.join(str(error).split())}") from None
+    for field in fields:
+        has = f"{folder} has no column {field!r}: it has {', '.join(rows.column_names)}"
+        require(field in rows.column_names, has)
+    return rows.select_columns(list(fields))
 
 
 class Hashes:

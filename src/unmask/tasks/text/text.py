@@ -22,15 +22,38 @@ from torch import Tensor
 from unmask.display import say
 from unmask.errors import UserError, require
 from unmask.jsonl import parse_json
+from unmask.models.importers.pretrained import find_source, read_by_transformers
 from unmask.models.importers.vocabulary import vocabulary_of
 from unmask.own_code import call_own, import_class
 from unmask.progress import progress
-from unmask.rng import signed
+from unmask.rng import Purpose, signed, uniforms
 from unmask.tasks.cache import Ragged, alone_in, cache_folder
-from unmask.tasks.task import LONGEST, Examples, Task, asked, check_range, check_split, prompt_kept
-from unmask.tasks.text.shards import FORMAT_VERSION, Hashes, Visits, read_cache, read_texts, write_cache
+from unmask.tasks.task import (
+    LONGEST,
+    Examples,
+    Task,
+    around,
+    asked,
+    check_choice,
+    check_range,
+    check_split,
+    prompt_kept,
+    random_spans,
+)
+from unmask.tasks.text.shards import (
+    DATASET,
+    FORMAT_VERSION,
+    Hashes,
+    Visits,
+    parts_of,
+    read_cache,
+    read_texts,
+    write_cache,
+)
 
 ENDS = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "[SEP]")  # usual names of an end of text
+GAP = "<mask>"  # in a prompt: what is to be written
+_GAP, _PADDING = -1, -2  # in the place of tokens, where there are none
 
 
 @dataclass(frozen=True)
@@ -43,15 +66,22 @@ class Text(Task):
 
     Prompts are padded on the left, the response has `response_length` of the `length` tokens and is filled with EOS.
     Pairs that are too long are left out.
+
+    With form = "infill", a random span of up to half of each text is written, and what stands around it is given.  It
+    is another span in every epoch.  In the prompt that the checker gets, <mask> stands for the span.
     """
 
-    files: str = ""  # a path, * and ** allowed; .jsonl: one object per line, other files: one text per line
+    # A path, * and ** allowed; .jsonl: one object per line, a folder of the package datasets: one per row, other files:
+    # one text per line.
+    files: str = ""
     field: str = "text"  # the key of the text in an object
     prompt: str = ""  # the keys of the prompt and of the response in an object; "": texts without a prompt
     response: str = ""
+    form: str = "whole"  # or infill, of texts without a prompt
     response_length: int = 0  # tokens of a response with its EOS; 0: half of `length`
-    tokenizer: str = ""  # a tokenizer.json; "": one token per byte
-    eos: str = ""  # the token that ends a response; "": the first usual name that the tokenizer has
+    tokenizer: str = ""  # a tokenizer.json, or a folder with one; "": one token per byte
+    chat: bool = False  # a prompt is a message of the user's, in the chat template that lies beside the tokenizer
+    eos: str = ""  # the token that ends a response; "": that of the chat, or the first usual name that is known
     length: int = 128
     test_every: int = 100
     window: int = 65536  # of the shuffle
@@ -69,21 +99,32 @@ class Text(Task):
         check_range(self, "response_length", 0, self.length - 1)
         both = "task text: prompt and response are the two keys of a pair: set both, or none"
         require(bool(self.prompt) == bool(self.response), both)
+        check_choice(self, "form", ("whole", "infill"))
+        whole = "task text: form = 'infill' is for texts without a prompt: leave out prompt and response, or form"
+        require(not (self._infills and self._has_prompt), whole)
+        of_pairs = "task text: chat = true is for pairs and a model's tokenizer: set prompt, response and tokenizer"
+        require(not self.chat or bool(self.prompt and self.tokenizer), of_pairs)
 
     @cached_property
     def shards(self) -> list[Path]:
-        found = [Path(path) for path in sorted(glob.glob(os.path.expanduser(self.files), recursive=True))]
-        require(bool(found), f"task text: no file is called {self.files!r}: set files to the path of your texts")
-        plain = [path for path in found if path.suffix != ".jsonl"] if self._has_prompt else []
-        require(not plain, f"task text: {plain and plain[0]} has no keys: pairs are read from .jsonl files only")
+        named = [Path(path) for path in sorted(glob.glob(os.path.expanduser(self.files), recursive=True))]
+        for path in named:
+            splits = ", ".join(sorted(part.parent.name for part in path.glob(f"*/{DATASET}")))
+            require(not splits, f"task text: {path} has the splits {splits}: give one of these folders")
+        found = [path for path in named if path.is_file() or (path / DATASET).is_file()]
+        require(bool(found), f"task text: no file is called {self.files!r}: give yours, --set task.files=PATH")
+        plain = [path for path in found if path.is_file() and path.suffix != ".jsonl"] if self._has_prompt else []
+        only = "pairs are read from .jsonl files and folders of the package datasets only"
+        require(not plain, f"task text: {plain and plain[0]} has no keys: {only}")
         return found
 
     @cached_property
     def text_tokenizer(self) -> Tokenizer:
         if not self.tokenizer:
             return byte_tokenizer(ENDS[:1] if self._has_prompt else ())
+        path = Path(self.tokenizer).expanduser()
         try:
-            return Tokenizer.from_file(os.path.expanduser(self.tokenizer))
+            return Tokenizer.from_file(str(path / "tokenizer.json" if path.is_dir() else path))
         except Exception as error:  # tokenizers raises plain Exception
             raise UserError(f"task text: {self.tokenizer} is no tokenizer.json ({error})") from None
 
@@ -96,7 +137,8 @@ class Text(Task):
         """Texts without a prompt have the length that they have, and no end."""
         if not self._has_prompt:
             return None
-        names = (self.eos,) if self.eos else ENDS
+        own = self.eos or (self._chat.eos_token if self.chat else "")
+        names = (own,) if own else ENDS
         known = (self.text_tokenizer.token_to_id(name) for name in names)
         found = next((token for token in known if token is not None), None)
         lacks = f"task text: the tokenizer has no {' or '.join(names)}: set eos to its token for the end of a text"
@@ -113,8 +155,9 @@ class Text(Task):
         return self._count("test")
 
     def order(self, seed: int, stage: int, positions: Tensor) -> Tensor:
-        """Every text once per epoch, shuffled."""
-        return torch.from_numpy(self._visits(seed, stage).at(positions.numpy()))
+        """Every text once per epoch, shuffled; to infill, with another id, which names another span."""
+        rows, count = torch.from_numpy(self._visits(seed, stage).at(positions.numpy())), self._count("train")
+        return rows + positions // count * count if self._infills else rows
 
     def examples(self, ids: Tensor, split: str) -> Examples:
         check_split(split)
@@ -122,7 +165,11 @@ class Text(Task):
         if self.eos_token_id is None:
             tokens = torch.from_numpy(cached.first(rows, self.length, 0))
             real = place < torch.from_numpy(cached.lengths(rows))[:, None]
-            return Examples(tokens, response=real, attention_mask=real.clone())
+            if not self._infills:
+                return Examples(tokens, response=real, attention_mask=real.clone())
+            words = Purpose.DATA, int(split == "train"), ids[:, None], torch.arange(2)
+            u = uniforms(0, *words, dtype=torch.float64)  # [B, 2]
+            return Examples(tokens, random_spans(u, real.sum(-1), self.length), real)
         first, eos = self._prompt_length, self.eos_token_id
         prompts, responses = cached.last(2 * rows, first, eos), cached.first(2 * rows + 1, self.length - first, eos)
         tokens = torch.cat([torch.from_numpy(prompts), torch.from_numpy(responses)], dim=1)
@@ -130,8 +177,13 @@ class Text(Task):
         return Examples(tokens, response=(place >= first).repeat(len(ids), 1), attention_mask=real)
 
     def prompted(self, prompt: str) -> Examples:
-        """Without prompts in the texts, it is the beginning of one that is as long as there is room for."""
-        tokens = self._encoded(prompt)
+        """Without prompts in the texts, it is the beginning of one that is as long as there is room for.
+
+        To infill, it is a whole text, with <mask> for each token that is to be written.
+        """
+        if self._infills:
+            return self._with_gaps(prompt)
+        tokens = self._encoded(self._in_chat(prompt))
         return asked(self, tokens, self._prompt_length or min(len(tokens), self.length - 1))
 
     @property
@@ -146,11 +198,11 @@ class Text(Task):
         """What the checker says; without one, whether exactly the held-out text was generated."""
         if not self.checker:
             return ((tokens == examples.tokens) | ~examples.attention_mask).all(-1)
-        right, given = prompt_kept(tokens, examples), examples.attention_mask & ~examples.response
-        parts = (examples.tokens, given), (tokens, examples.response), (examples.tokens, examples.response)
+        right = prompt_kept(tokens, examples)
         for row in right.nonzero()[:, 0].tolist():
-            texts = [self.text(of[row][where[row]].tolist()) for of, where in parts]  # prompt, response, reference
-            found = call_own("checker", self.checker, self._checker, *texts)
+            prompt = (GAP if self._infills else "").join(around(self, examples, row))
+            answers = [self.text(of[row][examples.response[row]].tolist()) for of in (tokens, examples.tokens)]
+            found = call_own("checker", self.checker, self._checker, prompt, *answers)
             require(isinstance(found, bool), f"checker {self.checker!r} must return True or False, got {found!r}")
             right[row] = found
         return right
@@ -171,6 +223,15 @@ class Text(Task):
         found = {"distinct-2": round(len(set(pairs)) / len(pairs), 6)} if pairs else {}
         return found | {"entropy": round(sum(-share * math.log(share) for share in shares), 6)}
 
+    def _with_gaps(self, prompt: str) -> Examples:
+        require(GAP in prompt, f"write {GAP} in --prompt for each token that is to be written")
+        first, *others = (self._encoded(part) for part in prompt.split(GAP))
+        found = first + [token for part in others for token in (_GAP, *part)]
+        long = f"the prompt has {len(found)} tokens, and task text has room for {self.length}: give a shorter --prompt"
+        require(len(found) <= self.length, long)
+        tokens = torch.tensor([found + [_PADDING] * (self.length - len(found))])
+        return Examples(tokens.clamp(min=0), tokens == _GAP, tokens != _PADDING)
+
     @cached_property
     def _checker(self) -> Callable[..., Any]:
         found: Callable[..., Any] = import_class("checker", self.checker)
@@ -179,6 +240,10 @@ class Text(Task):
     @property
     def _has_prompt(self) -> bool:
         return bool(self.prompt)
+
+    @property
+    def _infills(self) -> bool:
+        return self.form == "infill"
 
     @property
     def _prompt_length(self) -> int:
@@ -193,11 +258,30 @@ class Text(Task):
         lengths = (lambda pairs: rows.lengths(2 * pairs)) if self._has_prompt else rows.lengths  # responses are alike
         return cache(lambda seed, stage: Visits(count, self.window, signed(seed * 7919 + stage), lengths, self.bucket))
 
+    @cached_property
+    def _chat(self) -> Any:
+        """The tokenizer as transformers reads it, with its chat template."""
+        found = read_by_transformers(find_source(self.tokenizer), "PreTrainedTokenizerFast")
+        none = f"task text: no chat template lies beside {self.tokenizer}: give a chat model's tokenizer, or no chat"
+        require(bool(found.chat_template), none)
+        return found
+
+    def _in_chat(self, prompt: str) -> str:
+        """The prompt up to where the answer begins."""
+        if not self.chat:
+            return prompt
+        message, in_template = [{"role": "user", "content": prompt}], self._chat.apply_chat_template
+        try:
+            return str(in_template(message, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # whatever a template raises
+            raise UserError(f"task text: the chat template beside {self.tokenizer} fails: {error}") from None
+
     def _encoded(self, text: str) -> list[int]:
         if not self.tokenizer:
             return list(text.encode())
-        # A pair has an end of its own, and nothing else around its two texts.
-        return list(self.text_tokenizer.encode(text, add_special_tokens=not self._has_prompt).ids)
+        # A pair has an end of its own, and nothing else around its two texts; a span is never one of the marks.
+        marks = not (self._has_prompt or self._infills)
+        return list(self.text_tokenizer.encode(text, add_special_tokens=marks).ids)
 
     @cached_property
     def _splits(self) -> dict[str, Ragged]:
@@ -210,10 +294,12 @@ class Text(Task):
         rules = self.text_tokenizer.to_str() if self.tokenizer else "bytes"
         facts = [
             FORMAT_VERSION,
-            [hashes.of(path) for path in self.shards],
-            [path.suffix == ".jsonl" for path in self.shards],  # what a line means
+            [hashes.of(part) for path in self.shards for part in parts_of(path)],
+            ["rows" if path.is_dir() else path.suffix == ".jsonl" for path in self.shards],  # what a line means
             *(rules, self.field, self.length, self.test_every),
             *((self.prompt, self.response, self._prompt_length) if self._has_prompt else ()),
+            *((self._chat.chat_template,) if self.chat else ()),
+            *(("infill",) if self._infills and self.tokenizer else ()),  # without marks around a text
         ]
         name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         found = {}
@@ -243,7 +329,7 @@ class Text(Task):
 
     def _sequences(self, split: str, about: dict[str, Any]) -> Iterator[Sequence[int]]:
         """The tokens of a split; `about` counts the pairs that are left out."""
-        size, reached = sum(path.stat().st_size for path in self.shards), 0
+        size, reached = sum(part.stat().st_size for path in self.shards for part in parts_of(path)), 0
         fields = (self.prompt, self.response) if self._has_prompt else (self.field,)
         with progress(f"tokens of the {split} split, bytes", size, transient=True) as advance:
             for number, (texts, position) in enumerate(read_texts(self.shards, fields)):
@@ -252,7 +338,7 @@ class Text(Task):
                     reached = position
                 if (number % self.test_every == self.test_every - 1) != (split == "test"):
                     continue
-                tokens = [self._encoded(text) for text in texts]
+                tokens = [self._encoded(text) for text in [self._in_chat(texts[0]), *texts[1:]]]
                 if self.eos_token_id is None:
                     yield from (tokens[0][i : i + self.length] for i in range(0, len(tokens[0]), self.length))
                 elif len(tokens[0]) <= self._prompt_length and len(tokens[1]) < self.length - self._prompt_length:
