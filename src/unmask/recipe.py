@@ -69,7 +69,8 @@ class ModelRecipe:
     absolute_positions: bool = False  # a learned vector per position; tasks without a prompt need it
     causal: str = ""  # a causal language model to start from, which has a shape: a folder, a .gguf, smollm2-135m
     denoiser: str = ""  # one that you have, which stays as it is: a folder that `unmask.load_denoiser` reads
-    shift: bool = False  # with causal: read each token from the hidden state of the token before it
+    bidirectional: bool = False  # with denoiser: a causal model, trained to see both ways
+    shift: bool = False  # of a causal model: read each token from the hidden state of the token before it
     selector: SelectorRecipe = field(default_factory=SelectorRecipe)
     scorer: ScorerRecipe = field(default_factory=ScorerRecipe)
 
@@ -87,7 +88,9 @@ class ModelRecipe:
         given += ["absolute_positions"] if self.absolute_positions else []
         for name, source in (("causal", self.causal), ("denoiser", self.denoiser)):
             require(not (source and given), f"{name} = {source!r} already says {', '.join(given)}: {either}")
-        if self.shift and not self.causal:
+        if self.bidirectional and not self.denoiser:
+            raise UserError("bidirectional = true is for a denoiser that you have: give denoiser, or leave it out")
+        if self.shift and not (self.causal or self.bidirectional):
             raise UserError("shift = true is for a causal language model: give causal, or leave shift out")
 
     @property

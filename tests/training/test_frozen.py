@@ -50,7 +50,9 @@ def both(request, tmp_path):
     if request.param == "function":
         return unmask.load_denoiser(counting, mask_token_id=MASK), lambda x: counting(x[None], None)[0]
     if request.param == "llada":
-        theirs = {name: tensor.double() for name, tensor in test_checkpoints.random_weights(test_checkpoints.LLADA).items()}
+        theirs = {
+            name: tensor.double() for name, tensor in test_checkpoints.random_weights(test_checkpoints.LLADA).items()
+        }
         save_file(theirs, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_text(json.dumps(test_checkpoints.LLADA | {"mask_token_id": MASK}))
         return unmask.load_denoiser(tmp_path), partial(test_checkpoints.llada, theirs)
@@ -297,7 +299,10 @@ def test_any_function_from_python(here):
 def test_a_checkpoint_of_llada(here):
     shutil.rmtree("my-model")
     tokenizer().save_pretrained("my-model")
-    save_file({n: t.bfloat16() for n, t in test_checkpoints.random_weights(test_checkpoints.LLADA).items()}, "my-model/model.safetensors")
+    save_file(
+        {n: t.bfloat16() for n, t in test_checkpoints.random_weights(test_checkpoints.LLADA).items()},
+        "my-model/model.safetensors",
+    )
     config = test_checkpoints.LLADA | {"mask_token_id": MASK}
     (here / "my-model" / "config.json").write_text(json.dumps(config))
     model = train()
@@ -306,13 +311,26 @@ def test_a_checkpoint_of_llada(here):
     assert OrderModel.from_pretrained("run").denoiser.fingerprint == model.denoiser.fingerprint
 
 
+def test_a_causal_model_that_was_trained_to_see_both_ways(here):
+    shutil.rmtree("my-model")
+    tokenizer().save_pretrained("my-model")
+    config = test_checkpoints.LLAMA | {"model_type": "llama", "mask_token_id": MASK}
+    save_file(test_checkpoints.random_weights(config), "my-model/model.safetensors")
+    (here / "my-model" / "config.json").write_text(json.dumps(config))
+    for shift in (True, False):
+        model = train("model.bidirectional=true", f"model.shift={str(shift).lower()}", out=f"run-{shift}")
+        again = OrderModel.from_pretrained(f"run-{shift}")
+        assert model.denoiser.network.shift == again.denoiser.network.shift == shift
+
+
 def test_a_causal_model_turned_into_a_denoiser(here, refused):
     shutil.rmtree("my-model")
     causal = test_adaptation.tiny()
     test_adaptation.save(causal, here / "llama")
     overrides = [word for value in (*SMALL, f"task.eos={test_adaptation.EOS}") for word in ("--set", value)]
     said = refused("train", "order-for-your-model", "--out", "run", "--set", "model.denoiser=llama", *overrides)
-    assert "a llama, is no masked language model" in said
+    assert "llama is a causal model (llama)" in said
+    assert "model.bidirectional" in said
     assert "unmask.adapt_causal" in said
     unmask.adapt_causal(unmask.load_causal("llama")).save_pretrained("my-model")
     model = train(f"task.eos={test_adaptation.EOS}")
@@ -337,6 +355,7 @@ def test_bad_input_is_one_line(here, refused):
     assert "leave init out" in said("init=run")
     assert "leave model.max_length out" in said("model.max_length=9")
     assert "denoiser = 'my-model' already says size" in said("model.size=6m")
+    assert "give causal, or leave shift out" in said("model.shift=true")
     assert "set order.posterior = 'selector'" in said("order.denoiser_rate=0.1")
 
     word_level_tokenizer(["x", *WORDS]).save("other.json")

@@ -23,6 +23,8 @@ class FrozenConfig:
     fingerprint: str
     width: int  # of its hidden states; 0: it gives none
     max_length: int  # its context; 0: not known
+    bidirectional: bool = False  # how `load_denoiser` reads a causal model
+    shift: bool = False
 
 
 class FrozenDenoiser(nn.Module):
@@ -54,8 +56,8 @@ class FrozenDenoiser(nn.Module):
             # Where there are no hidden states, logits stand for them (`LogitsDenoiser`).
             self.width = 0 if hidden[0].shape == logits.shape else hidden.shape[-1]
 
-    def config(self, folder: str) -> FrozenConfig:
-        return FrozenConfig(folder, self.fingerprint, self.width, self.context_length or 0)
+    def config(self, folder: str, **read_as: bool) -> FrozenConfig:
+        return FrozenConfig(folder, self.fingerprint, self.width, self.context_length or 0, **read_as)
 
     def train(self, mode: bool = True) -> FrozenDenoiser:
         """It stays in eval mode."""

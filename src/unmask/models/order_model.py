@@ -189,7 +189,7 @@ def _frozen(config: OrderModelConfig, folder: Path, given: Any, any_denoiser: bo
     if isinstance(source, str | Path):
         if not Path(source).expanduser().is_dir():
             raise ModelFolderError(f"the denoiser of {folder} is not in {source}: give its folder with --denoiser")
-        source = load_denoiser(source)
+        source = load_denoiser(source, bidirectional=named.bidirectional, shift=named.shift)
     frozen = source if isinstance(source, FrozenDenoiser) else FrozenDenoiser(source)
     if frozen.fingerprint != named.fingerprint and not any_denoiser:
         raise ModelFolderError(

@@ -85,11 +85,12 @@ def _on_frozen(recipe: Recipe, task: Task, denoiser: Any) -> OrderModel:
     named, order = recipe.model.denoiser, recipe.order
     assert order is not None
     with prefixed(f"model.denoiser = {named!r}"):
-        frozen = FrozenDenoiser(load_denoiser(named) if denoiser is None else denoiser)
+        read_as = {"bidirectional": recipe.model.bidirectional, "shift": recipe.model.shift}
+        frozen = FrozenDenoiser(load_denoiser(named, **read_as) if denoiser is None else denoiser)
         _check_tokens(frozen, task)
         no_hidden = "it gives no hidden states: set model.selector.reads = 'logits', or leave it out"
         require(recipe.model.selector.reads != "hidden" or frozen.width > 0, no_hidden)
-    place = frozen.config("" if denoiser is not None else str(Path(named).expanduser().absolute()))
+    place = frozen.config("" if denoiser is not None else str(Path(named).expanduser().absolute()), **read_as)
     examples = task.examples(torch.arange(2), "train")
     all_written = bool((examples.response == examples.attention_mask).all())  # then all positions look alike at first
     with prefixed("model"):
@@ -209,6 +210,8 @@ def _with_order(plain: OrderModel, networks: ModelRecipe, order: OrderRecipe) ->
                 intermediate=2 * scorer_width,
                 kv_heads=0,
                 head_width=0,
+                rope_frequencies=(),
+                rope_scale=1.0,
             ),
             teacher=parse_teacher(order.teacher).name if order.teacher else "",
             selection=order.selection,

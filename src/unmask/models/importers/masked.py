@@ -95,7 +95,8 @@ def load_denoiser(
             if kind in LLAMA_SHAPED and not bidirectional:
                 raise UserError(
                     f"{folder} is a causal model ({kind}), in which no position sees the later ones: give "
-                    "bidirectional=True if it was trained as a denoiser, else start from it with unmask.adapt_causal"
+                    "bidirectional=True (in a recipe model.bidirectional) if it was trained as a denoiser, else start "
+                    "from it with unmask.adapt_causal"
                 )
             if tokenizer is None and any((folder / name).is_file() for name in _TOKENIZERS):
                 # Without a file it would make one up.  Dream's own class is Qwen2's.
