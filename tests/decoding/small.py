@@ -66,6 +66,7 @@ class Recorded:
     passes: list[Tensor] = field(default_factory=list)
     projected: list[int] = field(default_factory=list)  # positions, of each call of `logits`
     calls: list[int] = field(default_factory=list)  # how many calls of `logits` had come before each pass
+    guided: bool = False  # every second pass is without the prompt
 
     @property
     def mask_token_id(self) -> int:
@@ -205,25 +206,51 @@ def all_results(out: Generation) -> list[dict[str, object]]:
 # --- what happened, from what the denoiser saw ------------------------------------------------------------------------
 
 
-def histories(denoiser: Recorded, out: Generation, batch_size: int | None = None) -> list[list[Tensor]]:
-    """The canvases of each sequence without padding: one a step, and what came out.
+def needs_pass(policy: Policy, before: Tensor, after: Tensor, is_last: bool) -> bool:
+    """A step that reveals nothing needs the denoiser only where the rule asks it, which is not at the last step."""
+    reveals = bool(((before == MASK) & (after != MASK)).any())
+    return reveals or bool(policy.reads and not is_last)
 
-    It follows the batch by `num_steps` alone: the next prompt takes the place of one that is finished, and when none
-    waits, rows leave.  A batch that is not as full as that is an assertion error.
+
+def histories(
+    denoiser: Recorded, out: Generation, policy: Policy, max_steps: int, batch_size: int | None = None
+) -> list[list[Tensor]]:
+    """The canvases of each sequence without padding: one a step, and what came out, from `out.history`.
+
+    The denoiser must have seen exactly these, where it was needed.  It follows the batch by `num_steps` alone: the next
+    prompt takes the place of one that is finished, and when none waits, rows leave.  A batch that is not as full as
+    that, and a row that the denoiser saw for nothing, is an assertion error.
     """
-    B, passes = len(out.tokens), int(out.num_passes[0] // out.num_steps[0])
-    waiting, seen_of = list(range(B)), [[] for _ in range(B)]
+    B, passes = len(out.tokens), 2 if denoiser.guided else 1
+    here = [out.attention_mask[row] for row in range(B)]
+    canvases = [list(out.history[row, : out.num_steps[row] + 1, here[row]]) for row in range(B)]
+    waiting, taken = list(range(B)), [0] * B
     batch = [waiting.pop(0) for _ in range(min(batch_size or B, B))]
-    for seen in denoiser.passes[::passes]:
-        assert len(seen) == len(batch), "rows that the batch should not hold, or too few"
-        for row, canvas in zip(batch, seen, strict=True):
-            seen_of[row].append(canvas[: out.attention_mask[row].sum()])  # the denoiser sees padding on the right
-        stays = [len(seen_of[row]) < out.num_steps[row] for row in batch]
-        batch = [row if stay else waiting.pop(0) if waiting else None for row, stay in zip(batch, stays, strict=True)]
+    shown, used = iter(denoiser.passes[::passes]), [0] * B
+    while batch:
+        steps = [canvases[row][taken[row] : taken[row] + 2] for row in batch]
+        asked = [
+            (row, before)
+            for row, (before, after) in zip(batch, steps, strict=True)
+            if needs_pass(policy, before, after, taken[row] == max_steps - 1)
+        ]
+        if asked:
+            seen = next(shown)
+            assert len(seen) == len(asked), "rows that the pass should not hold, or too few"
+            for (row, before), tokens in zip(asked, seen, strict=True):
+                used[row] += passes
+                assert torch.equal(tokens[: len(before)], before)  # the denoiser sees padding on the right
+        for row in batch:
+            taken[row] += 1
+        over = [taken[row] == out.num_steps[row] for row in batch]
+        batch = [
+            waiting.pop(0) if end and waiting else None if end else row for row, end in zip(batch, over, strict=True)
+        ]
         batch = [row for row in batch if row is not None]
-    assert not batch, "the denoiser saw fewer passes than are reported"
+    assert next(shown, None) is None, "the denoiser saw more passes than the steps needed"
     assert not waiting
-    return [[*seen, out.tokens[row, out.attention_mask[row]]] for row, seen in enumerate(seen_of)]
+    assert used == out.num_passes.tolist()
+    return canvases
 
 
 def accounts(history: list[Tensor]) -> tuple[list[int], list[int]]:

@@ -114,6 +114,7 @@ class KLStable(ByConfidence):
     """
 
     key = "klass"
+    reads_ahead = True
     tau: float = 0.9
     eps: float = 0.01
     h: int = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -34,6 +34,14 @@ class Step:
     stats: Confidence = field(default_factory=lambda: Confidence())  # [b, L] each: what the rule declares in `reads`
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))  # [b, L, D]
     log_reveal: Tensor = field(default_factory=lambda: torch.empty(0))  # [b, L]: log p(x_n) when n was revealed
+    held_back: Tensor | None = None  # [b, L] bool: to be revealed after all others (`eos_last`); None: nothing
+
+    def offered(self) -> Step:
+        """Without the masks that are held back, where there are others."""
+        if self.held_back is None:
+            return self
+        others = self.masked & ~self.held_back
+        return replace(self, masked=torch.where(others.any(-1, keepdim=True), others, self.masked), held_back=None)
 
     def count(self) -> Tensor:
         """k_i [b]."""
@@ -68,6 +76,8 @@ class Policy:
     key: ClassVar[str]
     remasks: ClassVar[bool] = False  # then it runs all S steps
     reads_revealed: ClassVar[bool] = False  # it also looks at what is already revealed: the whole response is projected
+    holds_back: ClassVar[bool] = False  # it applies `Step.offered` itself, to a part of the response
+    reads_ahead: ClassVar[bool] = False  # inside `blocks` it also looks at the masks of the blocks to come
 
     def __init_subclass__(cls) -> None:
         if "key" in vars(cls):
@@ -81,6 +91,15 @@ class Policy:
         """The keys of `Confidence` that it looks at.  None: it decides before the pass, and only what it reveals is
         projected to the vocabulary."""
         return frozenset()
+
+    @property
+    def most_read(self) -> int | None:
+        """The most masks of a sequence that `looks_at` gives; None: any number."""
+        return None
+
+    def looks_at(self, masked: Tensor, place: Tensor) -> Tensor:
+        """[b, L] bool: the masks that it looks at or may reveal now; `place` [b, L] is that of `Step.place`."""
+        return masked
 
     @property
     def name(self) -> str:
