@@ -130,6 +130,7 @@ class TabularSelector:
 # --- every rule -------------------------------------------------------------------------------------------------------
 
 BUILT_IN = {key: rule for key, rule in RULES.items() if rule.__module__.startswith("unmask.")}  # tests define others
+ENDS_EARLY = ("joint-threshold", "saber")  # though it masks again or edits
 BUDGETS = (1, 3, 6, 13)  # the last is longer than every response below
 NONEMPTY = ReadsFirst(small_selector(13, NonEmpty()))
 BERNOULLI = ReadsFirst(small_selector(13, Bernoulli()))
@@ -137,9 +138,11 @@ POLICIES: dict[str, Policy] = {
     text: parse_policy(text, NONEMPTY)  # type: ignore[arg-type]
     for text in (
         *("iid", "top-prob", "top-prob(confidence=sampled)", "margin", "entropy", "left-to-right"),
+        *("margin(count=floor)", "stochastic(entropy(count=cosine),0.5)", "random"),
         *("stochastic(margin,0.5)", "threshold:0.7", "threshold(0.5,paced)", "factor(2,confidence=sampled)"),
         *("eb:0.6", "eb(1.5,order=entropy)", "klass", "klass(0.2,0.05,1)", "dus"),
         *("blocks(3,iid)", "blocks(3,top-prob)", "blocks(3,klass(0.2,0.05,1))", "blocks(2,stochastic(entropy,0.5))"),
+        *("joint-threshold(0.6,0.3)", "saber", "prophet(0,2)"),
         *("rdm", "rdm(linear,cond)", "p2", "remdm-cap:0.5", "remdm-rescale:0.5", "remdm-conf"),
         *("learned", "learned(temperature=2,floor=0.2)", "learned(cap=2)", "learned(deterministic)"),
         *("lo-arm", "reward:3"),
@@ -253,8 +256,8 @@ def histories(
     return canvases
 
 
-def accounts(history: list[Tensor]) -> tuple[list[int], list[int]]:
-    """(step of the last reveal, number of times masked again) of each position, by comparing canvas with canvas."""
+def accounts(history: list[Tensor], edits: bool = False) -> tuple[list[int], list[int]]:
+    """(step of the last reveal, number of times revised) of each position, by comparing canvas with canvas."""
     reveal_step, revisions = [-1] * len(history[0]), [0] * len(history[0])
     for step, (before, after) in enumerate(pairwise(history)):
         for n, (old, new) in enumerate(zip(before.tolist(), after.tolist(), strict=True)):
@@ -262,6 +265,8 @@ def accounts(history: list[Tensor]) -> tuple[list[int], list[int]]:
                 reveal_step[n] = step
             elif old != MASK and new == MASK:
                 revisions[n] += 1
+            elif edits and old != new:
+                reveal_step[n], revisions[n] = step, revisions[n] + 1
             else:
                 assert old == new, "a token was exchanged without being masked"
     return reveal_step, revisions

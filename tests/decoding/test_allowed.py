@@ -71,11 +71,14 @@ def test_an_engine_takes_other_masks_each_time(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     prompts = torch.full((3, 6), MASK)
     engine = Engine(DENOISER, "margin", 3, TokenChoice(temperature=1.0), batch_size=2, compile=True)
+    given = []
     for seed in range(3):
         allowed = torch.rand(3, 6, V, generator=torch.Generator().manual_seed(seed)) < 0.5
         allowed[..., seed] = True
+        given.append((allowed, allowed.clone()))
         out = engine.generate(prompts, allowed=allowed)
         assert allowed.gather(-1, out.tokens[..., None]).all()
+    assert all(torch.equal(mask, before) for mask, before in given)  # the caller's own are left alone
     assert all_results(engine.generate(prompts)) == all_results(
         generate(DENOISER, prompts, "margin", 3, temperature=1.0)
     )
@@ -128,7 +131,6 @@ FOURTH[2] = torch.arange(V) == 4
         ("cannot be compiled", lambda s, r, p: p > 0, {"compile": True}),
         ("give each prompt a mask [L, V]", [FOURTH], {}),
     ],
-    ids=str,
 )
 def test_what_leaves_no_token_is_refused_in_one_line(message, allowed, options):
     prompts = torch.tensor([[1, 2, MASK, MASK], [3, MASK, 4, MASK]])

@@ -329,7 +329,7 @@ class Engine:
                 active.slot = torch.arange(size, device=active.slot.device)
             settings = self.denoiser, self.policy, self.max_steps, self.choice
             stepper = Stepper(*settings, active, longest, self.fixed_shapes, self.compile)
-            stepper.allowed = allowed
+            stepper.allowed = allowed.clone() if self.compile and isinstance(allowed, Tensor) else allowed
         stepper.seed.fill_(rng.signed(seed))
         stepper.forwards = 0
         return stepper, active

@@ -102,8 +102,9 @@ class Stepper:
                 at = f"for sequence {int(canvas.row[row])} at step {steps[row]}"
                 raise UserError(f"the {what}'s logits are not finite {at}")
         stopped = status.get("stopped", [False] * len(steps))
+        finished = status.get("finished", [not self.policy.remasks] * len(steps))
         over = [
-            step == self.last or bool(stopped[row]) or (status["masks"][row] == 0 and not self.policy.remasks)
+            step == self.last or bool(stopped[row]) or (status["masks"][row] == 0 and bool(finished[row]))
             for row, step in enumerate(steps)
         ]
         return over, int(sum(status["masks"]))
@@ -446,13 +447,16 @@ class Stepper:
         masked = canvas.masked ^ reveal
         tokens = torch.where(reveal, proposal, canvas.tokens)
         reveal_step = torch.where(reveal, canvas.index[:, None], canvas.reveal_step)
+        written = reveal
+        if decision.edit is not None:
+            edit = self._revised(canvas, decision.edit, last)
+            written, tokens = reveal | edit, torch.where(edit, proposal, tokens)
+            reveal_step = torch.where(edit, canvas.index[:, None], reveal_step)
+            self._set(canvas, "revisions", canvas.revisions + (edit & (proposal != canvas.tokens)))
         if "log_proposal" in stats and self.keeps_log_reveal:
-            self._set(canvas, "log_reveal", torch.where(reveal, stats["log_proposal"], canvas.log_reveal))
+            self._set(canvas, "log_reveal", torch.where(written, stats["log_proposal"], canvas.log_reveal))
         if decision.remask is not None:
-            if not self.policy.remasks:
-                raise UserError(f"{self.policy.key} masks again what was revealed: it must declare `remasks = True`")
-            remask = decision.remask & canvas.response & ~canvas.masked & canvas.live[:, None]
-            remask = remask if last is None else remask & ~last
+            remask = self._revised(canvas, decision.remask, last)
             masked = masked | remask
             tokens = torch.where(remask, self.denoiser.mask_token_id, tokens)
             self._set(canvas, "revisions", canvas.revisions + remask)
@@ -478,6 +482,8 @@ class Stepper:
         else:
             sound = (0 * next(stats[name] for name in _FINITE if name in stats)).sum(-1)
         status |= {"masks": masked.sum(-1), "logits": sound}
+        if decision.finished is not None:
+            status["finished"] = decision.finished
         if decision.scores is not None:
             asked = canvas.masked if last is None else canvas.masked & ~last
             status["scores"] = (0 * torch.where(asked, decision.scores, 0.0)).sum(-1)
@@ -492,6 +498,13 @@ class Stepper:
         self._set(canvas, "index", canvas.index + (canvas.live if self.static else 1))
         self._set(self, "status", torch.stack(list(status.values())))
         self.status_names = tuple(status)
+
+    def _revised(self, canvas: Canvas, where: Tensor, last: Tensor | None) -> Tensor:
+        """[b, L] bool: what a rule may mask again or edit of what it names; nothing at the last step."""
+        if not self.policy.remasks:
+            raise UserError(f"{self.policy.key} masks again what was revealed: it must declare `remasks = True`")
+        where = where & canvas.response & ~canvas.masked & canvas.live[:, None]
+        return where if last is None else where & ~last
 
     def _set(self, holder: Any, name: str, value: Tensor) -> None:
         """Eagerly a new tensor, with static shapes in place: a CUDA graph knows addresses."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unmask.decoding.confidence import FEATURES, Confidence, features
-from unmask.decoding.schedules import reveal_count
+from unmask.decoding.schedules import CountKind, reveal_count
 from unmask.errors import UserError, require
 from unmask.variational.selection import Selection
 
@@ -43,9 +44,10 @@ class Step:
         others = self.masked & ~self.held_back
         return replace(self, masked=torch.where(others.any(-1, keepdim=True), others, self.masked), held_back=None)
 
-    def count(self) -> Tensor:
+    def count(self, kind: CountKind = "even") -> Tensor:
         """k_i [b]."""
-        return reveal_count(self.num_response, self.index, self.max_steps)
+        masks = self.masked.sum(-1) if kind != "even" else 0
+        return reveal_count(self.num_response, self.index, self.max_steps, kind, masks)
 
     def place(self) -> Tensor:
         """j [b, L]: which response position of its sequence each one is, from 0; meaningless outside the response."""
@@ -53,10 +55,12 @@ class Step:
 
 
 class Decision(NamedTuple):
-    """What a rule answers.  `reveal` counts where masked, `remask` where revealed; the rest is ignored."""
+    """What a rule answers.  `reveal` counts where masked, `remask` and `edit` where revealed; the rest is ignored."""
 
     reveal: Tensor  # [b, L] bool
     remask: Tensor | None = None  # [b, L] bool
+    edit: Tensor | None = None  # [b, L] bool: the proposal takes the place of the token; counted as a revision
+    finished: Tensor | None = None  # [b] bool: rows of a rule that re-masks which are over once they hold no mask
     nothing_selected: Tensor | None = None  # [b] bool: rows in which a selector chose nothing and the rule fell back
     scores: Tensor | None = None  # [b, L]: a network's; the loop refuses them where masked and not finite
     memory: dict[str, Tensor] | None = None  # what to keep for the next step
@@ -74,7 +78,7 @@ class Policy:
     """
 
     key: ClassVar[str]
-    remasks: ClassVar[bool] = False  # then it runs all S steps
+    remasks: ClassVar[bool] = False  # it masks again or edits: it runs all S steps, or until it says `finished`
     reads_revealed: ClassVar[bool] = False  # it also looks at what is already revealed: the whole response is projected
     holds_back: ClassVar[bool] = False  # it applies `Step.offered` itself, to a part of the response
     reads_ahead: ClassVar[bool] = False  # inside `blocks` it also looks at the masks of the blocks to come
@@ -218,3 +222,13 @@ def highest(score: Tensor, among: Tensor, count: Tensor) -> Tensor:
     """[b, L] bool: the `count` [b] positions `among` [b, L] with the largest score, ties to the leftmost."""
     lowest = torch.finfo(score.dtype).min  # a position that counts is above all others, even with a score of -inf
     return among & first(descending(score.clamp(min=lowest), among), count)
+
+
+def rounding(values: Tensor) -> float:
+    """What is equal up to this is equal: p = 0.9 comes out of a softmax as 0.9 minus a rounding."""
+    return 8 * torch.finfo(values.dtype).eps
+
+
+def above(log_p: Tensor, bar: float) -> Tensor:
+    """bool: p > bar, and not by a rounding."""
+    return log_p > (math.log(bar) if bar else -math.inf) + rounding(log_p)

@@ -43,8 +43,10 @@ class Blocks(Policy):
     def __post_init__(self) -> None:
         require(type(self.size) is int and self.size >= 1, f"blocks: the size must be at least 1, got {self.size!r}")
         require(isinstance(self.inner, Policy), f"blocks needs a rule such as margin, not {self.inner!r}")
-        inside = not (self.inner.remasks or isinstance(self.inner, Blocks | NetworkPolicy))
-        require(inside, f"blocks cannot hold {self.inner.name}: give a rule that never re-masks and needs no network")
+        revises = self.inner.remasks or self.inner.reads_revealed
+        inside = not (revises or isinstance(self.inner, Blocks | NetworkPolicy))
+        wanted = "give one that never re-masks, reads masks only and needs no network"
+        require(inside, f"blocks cannot hold {self.inner.name}: {wanted}")
 
     @property
     def reads(self) -> frozenset[str]:
