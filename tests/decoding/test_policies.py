@@ -53,7 +53,7 @@ def a_step(policy, seed=50):
     generator = torch.Generator().manual_seed(seed)
     stats = case.step.stats | {"change": torch.rand(rows, L, dtype=torch.float64, generator=generator)}
     memory = {
-        name: torch.randint(0, 3, kept.shape, generator=generator)
+        name: torch.randint(0, 3, kept.shape, generator=generator).to(kept.dtype)
         for name, kept in policy.init_state(rows, L, torch.device("cpu")).items()
     }
     seen = {"stats": {name: stats[name] for name in policy.reads}}

@@ -218,7 +218,7 @@ def test_what_is_wrong_is_said():
         # rules in rules
         ("blocks(4,rdm)", ["blocks cannot hold rdm(cosine,uncond)", "never re-masks"]),
         ("blocks(4,prophet)", ["blocks cannot hold prophet(0,0)", "reads masks only"]),
-        ("margin(count=half)", ["count must be even, floor or cosine, got 'half'"]),
+        ("margin(count=half)", ["count must be even or floor or cosine, got 'half'"]),
         ("eb(order=margin(count=floor))", ["leave count out of its order"]),
         ("stochastic(random,0.5)", ["stochastic needs an order such as margin, not random"]),
         ("joint-threshold(1)", ["joint-threshold: tau must be at least 0 and below 1, got 1"]),
