@@ -142,7 +142,7 @@ POLICIES: dict[str, Policy] = {
         *("stochastic(margin,0.5)", "threshold:0.7", "threshold(0.5,paced)", "factor(2,confidence=sampled)"),
         *("eb:0.6", "eb(1.5,order=entropy)", "klass", "klass(0.2,0.05,1)", "dus"),
         *("blocks(3,iid)", "blocks(3,top-prob)", "blocks(3,klass(0.2,0.05,1))", "blocks(2,stochastic(entropy,0.5))"),
-        *("joint-threshold(0.6,0.3)", "saber", "prophet(0,2)"),
+        *("joint-threshold(0.6,0.3)", "saber", "prophet(0,2)", "credit:0.7", "blocks(3,credit:0.7)"),
         *("rdm", "rdm(linear,cond)", "p2", "remdm-cap:0.5", "remdm-rescale:0.5", "remdm-conf"),
         *("learned", "learned(temperature=2,floor=0.2)", "learned(cap=2)", "learned(deterministic)"),
         *("lo-arm", "reward:3"),

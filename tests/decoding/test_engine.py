@@ -296,16 +296,29 @@ class Tiny(torch.nn.Module):
     shutil.which("g++") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
     reason="torch.compile on the CPU needs g++ and Python.h",
 )
-@pytest.mark.parametrize("name", ["learned", "p2"])
-def test_compiled_is_eager(name):
+@pytest.mark.parametrize(
+    ("name", "options", "constrained"),
+    [
+        ("learned", {}, False),
+        ("p2", {}, False),
+        ("joint-threshold", {"suppress_tokens": (1,), "repetition_penalty": 1.3}, True),
+        ("blocks(2,credit:0.6)", {"eos_token_id": (2, 0), "eos_last": True, "stop_at_eos": True}, False),
+    ],
+    ids=["learned", "p2", "editing, constrained", "fusing, EOS last"],
+)
+def test_compiled_is_eager(name, options, constrained):
     """Five prompts in a batch of two; the same engine twice, so that what was compiled is used again."""
     torch._dynamo.reset()
     tiny = Tiny()
     policy = parse_policy(name, tiny)
     prompts = torch.tensor([[row, 5, 5, 5, 4 - row, 5, 5] for row in range(5)])
     prompts[1, 5] = prompts[3, 1] = 2
-    engine = Engine(tiny, policy, 4, SAMPLED, batch_size=2, compile=True)
+    choice = TokenChoice(temperature=1.0, **options)
+    engine = Engine(tiny, policy, 4, choice, batch_size=2, compile=True)
     for seed in (0, 1):
-        compiled = engine.generate(prompts, seed=seed)
-        assert all_results(compiled) == all_results(Engine(tiny, policy, 4, SAMPLED).generate(prompts, seed=seed))
+        allowed = torch.rand(5, 7, 5, generator=torch.Generator().manual_seed(seed)) < 0.5
+        allowed[..., 3] = True
+        given = {"seed": seed, "allowed": allowed if constrained else None}
+        compiled = engine.generate(prompts, **given)
+        assert all_results(compiled) == all_results(Engine(tiny, policy, 4, choice).generate(prompts, **given))
     assert compiled.num_forwards >= compiled.num_passes.sum()

@@ -30,7 +30,7 @@ NAMES = [  # every rule, and those of its parameters that take another way throu
     *("threshold(0.7,paced)", "factor(1,confidence=sampled)", "eb(0.5,order=margin)", "klass(0.5,0.5,1)", "dus"),
     *("blocks(3,iid)", "blocks(3,klass(0.5,0.5,1))"),
     *("rdm", "rdm(linear,cond)", "p2", "remdm-cap:0.4", "remdm-rescale:0.4", "remdm-conf"),
-    *("joint-threshold(0.6,0.3)", "saber", "prophet(2,3)"),
+    *("joint-threshold(0.6,0.3)", "saber", "prophet(2,3)", "credit"),
     *("learned", "learned(temperature=0.5,floor=0.1,cap=2)", "learned(deterministic)", "lo-arm", "reward"),
 ]
 POLICIES = {name: parse_policy(name, FromHidden(NonEmpty())) for name in NAMES}

@@ -1,4 +1,4 @@
-"""threshold, factor, eb, klass, prophet: as many masks as the denoiser is sure of."""
+"""threshold, factor, eb, klass, prophet, credit: as many masks as the denoiser is sure of."""
 
 import math
 import random
@@ -28,6 +28,7 @@ from tests.decoding.steps import (
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import (
     Blocks,
+    Credit,
     Entropy,
     EntropyBounded,
     Factor,
@@ -427,3 +428,49 @@ def test_prophet_s_gap_is_that_of_the_logits_and_its_order_any():
     assert out.reveal_step.tolist() == [steps]
     with pytest.raises(ValueError, match="a response of 6 tokens has no place 6"):
         generate(denoiser, torch.full((1, 6), MASK), Prophet(6), 6)
+
+
+# --- credit -----------------------------------------------------------------------------------------------------------
+
+
+def credit_by_hand(denoiser, N, size, S, threshold, alpha, beta, gamma):
+    """(tokens, reveal steps) of a sequence that is all response, greedy, in blocks."""
+    credit = {n: [0.0] * 4 for n in range(N)}
+    written, when, i, blocks = {}, {}, 0, math.ceil(N / size)
+    for block in range(blocks):
+        steps = S // blocks + (block < S % blocks)
+        for own in range(steps):
+            masks = [n for n in range(N) if n not in written]
+            left = [n for n in masks if n // size == block]
+            if not left:
+                break
+            fused = {}
+            for n in masks:  # those of the blocks to come too
+                p = denoiser.p(len(masks), n)
+                top = p.index(max(p))
+                credit[n] = [beta * value + (max(p) ** gamma if v == top else 0.0) for v, value in enumerate(credit[n])]
+                weights = [value * (1 + credit[n][v]) ** alpha for v, value in enumerate(p)]
+                fused[n] = [value / sum(weights) for value in weights]
+            c = {n: max(fused[n]) for n in left}
+            chosen = {n for n in left if c[n] >= threshold} or best(c.get, left, 1)
+            for n in left if own == steps - 1 else chosen:
+                written[n], when[n] = fused[n].index(max(fused[n])), i
+            i += 1
+    return [written[n] for n in range(N)], [when[n] for n in range(N)]
+
+
+def test_credit_of_a_whole_generation():
+    """Alone, in a batch that is refilled (slots are used again), and with fixed shapes."""
+    N, differs = 9, 0
+    for seed in range(5):
+        denoiser = counting_denoiser(N, seed=seed, scale=1.5)
+        for size, settings in ((9, (0.7, 0.7, 0.8, 0.2)), (4, (0.8, 2.0, 0.5, 1.0))):
+            rule = Credit(*settings) if size == 9 else Blocks(size, Credit(*settings))
+            tokens, steps = credit_by_hand(denoiser, N, size, 9, *settings)
+            for layout in ({}, {"batch_size": 2}, {"batch_size": 2, "fixed_shapes": True}):
+                out = generate(denoiser, torch.full((5, N), MASK), rule, 9, **layout)
+                assert out.tokens.tolist() == [tokens] * 5
+                assert out.reveal_step.tolist() == [steps] * 5
+            plain = Threshold(settings[0]) if size == 9 else Blocks(size, Threshold(settings[0]))
+            differs += generate(denoiser, torch.full((1, N), MASK), plain, 9).reveal_step[0].tolist() != steps
+    assert differs > 3

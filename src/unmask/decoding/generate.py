@@ -167,6 +167,8 @@ class Engine:
         if unknown := policy.reads - Confidence.__annotations__.keys():
             known = ", ".join(Confidence.__annotations__)
             raise UserError(f"{policy.name} reads {', '.join(sorted(unknown))}; a rule can read {known}")
+        if policy.fuses and "change" in policy.reads:
+            raise UserError(f"{policy.name} fuses logits: it cannot read change too")
         self.denoiser, self.policy, self.max_steps = denoiser, policy, max_steps
         self.choice, self.batch_size = choice or TokenChoice(), batch_size
         if self.choice.eos_last and (policy.remasks or not policy.reads):

@@ -61,7 +61,7 @@ class Stepper:
         # A rule may look at nothing by which one sees that logits are sound.
         self.wanted = policy.reads | ({"log_top"} if policy.reads and not policy.reads & set(_FINITE) else set())
         self.keeps_log_reveal = policy.remasks and "log_proposal" in self.wanted
-        self.previous = torch.empty(0)  # log p of the last pass [slot, response position, V], where a rule reads KL
+        self.previous = torch.empty(0)  # [slot, response position, V]: log p of the last pass, or what a rule fuses
         self.allowed: Allowed | None = None
         self.status = torch.empty(0)  # [?, b]: what the host must know after a step
         self.status_names: tuple[str, ...] = ()
@@ -269,7 +269,7 @@ class Stepper:
         self.chunk = max(1, numbers // V)
         if self.static:  # of the same shape whatever the responses; half a canvas, so that less is filled up
             self.chunk = min(self.chunk, -(-self.batch * self.length // 2))
-        if "change" in self.wanted:
+        if "change" in self.wanted or self.policy.fuses:
             self.previous = torch.zeros(self.batch, self.longest, V, dtype=self.score_dtype, device=device)
 
     def _read_at(self, canvas: Canvas) -> Tensor:
@@ -306,6 +306,11 @@ class Stepper:
             logits = self._processed(canvas, at, logits)
         if self.allowed is not None:
             logits = torch.where(self._is_allowed(canvas, at, logits), logits, -torch.inf)
+        if self.previous.numel():
+            kept = canvas.slot[at // self.length], canvas.place.flatten()[at].clamp(min=0)
+        if self.policy.fuses:  # at a sequence's first pass the slot holds another's
+            before = torch.where(canvas.index[at // self.length, None] == 0, 0.0, self.previous[kept])
+            logits, self.previous[kept] = self.policy.fuse(logits, before)
         peak, best = logits.max(-1)
         proposal = best
         if choice.temperature > 0:
@@ -319,7 +324,6 @@ class Stepper:
         if "log_current" in wanted:  # the mask token is no token: where it stands, nobody looks at this
             current = canvas.tokens.flatten()[at].clamp(max=logits.shape[-1] - 1)
         if "change" in wanted:
-            kept = canvas.slot[at // self.length], canvas.place.flatten()[at].clamp(min=0)
             previous = self.previous[kept]
             self.previous[kept] = log_p
         stats: dict[str, Tensor] = confidence(log_p, wanted, best, proposal, current, previous)  # type: ignore[assignment]

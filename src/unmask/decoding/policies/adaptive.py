@@ -149,6 +149,42 @@ class KLStable(ByConfidence):
 
 
 @dataclass(frozen=True)
+class Credit(ByConfidence):
+    """`threshold` on fused logits: + alpha log(1 + C_n), C_n the decayed votes of the passes (CreditDecoding).
+
+    At every pass, for every mask of the response:  C_n <- beta C_n,  C_n(v) += p_n(v)^gamma at v = arg max p_n.
+    It keeps C_n: N x V floats a sequence.
+    """
+
+    key = "credit"
+    reads_ahead = True
+    threshold: float = 0.9
+    alpha: float = 0.7
+    beta: float = 0.8
+    gamma: float = 0.2
+    _: KW_ONLY
+    confidence: ConfidenceKind = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 < self.threshold <= 1, f"credit: threshold must be above 0 and at most 1, got {self.threshold}")
+        sound = min(self.alpha, self.gamma) >= 0 and 0 <= self.beta < 1
+        require(sound, "credit: alpha and gamma must not be negative, beta at least 0 and below 1")
+
+    @property
+    def fuses(self) -> bool:
+        return True
+
+    def fuse(self, logits: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        log_top, best = logits.log_softmax(-1, dtype=kept.dtype).max(-1, keepdim=True)
+        credit = (self.beta * kept).scatter_add(-1, best, (self.gamma * log_top).exp())
+        return logits + self.alpha * credit.log1p(), credit
+
+    def decide(self, step: Step) -> Decision:
+        return Threshold(self.threshold, confidence=self.confidence).decide(step)
+
+
+@dataclass(frozen=True)
 class Prophet(Policy):
     """Everything once g >= 7.5, 5 or 2.5 at progress (i+1)/S < 1/3, < 2/3 or later; until then the order with k_i.
 

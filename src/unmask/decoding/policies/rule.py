@@ -101,6 +101,15 @@ class Policy:
         """The most masks of a sequence that `looks_at` gives; None: any number."""
         return None
 
+    @property
+    def fuses(self) -> bool:
+        """Whether `fuse` changes p_n itself; the loop keeps N x V numbers a sequence for it."""
+        return False
+
+    def fuse(self, logits: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """What takes the place of the denoiser's logits [m, V], and what to keep of it; `kept` [m, V] is 0 at first."""
+        raise NotImplementedError
+
     def looks_at(self, masked: Tensor, place: Tensor) -> Tensor:
         """[b, L] bool: the masks that it looks at or may reveal now; `place` [b, L] is that of `Step.place`."""
         return masked

@@ -56,6 +56,13 @@ class Blocks(Policy):
     def most_read(self) -> int | None:
         return None if self.inner.reads_ahead else self.size
 
+    @property
+    def fuses(self) -> bool:
+        return self.inner.fuses
+
+    def fuse(self, logits: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner.fuse(logits, kept)
+
     def looks_at(self, masked: Tensor, place: Tensor) -> Tensor:
         return masked if self.inner.reads_ahead else masked & self._current(masked, place)[1]
 
