@@ -129,7 +129,7 @@ FOURTH[2] = torch.arange(V) == 4
         ("allowed is for 5 tokens, and the denoiser writes 11", EMPTY[..., :5] | True, {}),
         ("allowed must return booleans [4, 11], got [4]", lambda s, r, p: p > 0, {}),
         ("cannot be compiled", lambda s, r, p: p > 0, {"compile": True}),
-        ("give each prompt a mask [L, V]", [FOURTH], {}),
+        ("a list of masks goes with a list of prompts", [FOURTH, FOURTH], {}),
     ],
 )
 def test_what_leaves_no_token_is_refused_in_one_line(message, allowed, options):
@@ -137,3 +137,5 @@ def test_what_leaves_no_token_is_refused_in_one_line(message, allowed, options):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         generate(DENOISER, prompts, "margin", 2, allowed=allowed, **options)
     assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=re.escape("give each prompt a mask [L, V]")):
+        generate(DENOISER, [prompts[0], prompts[1, :2]], "margin", 2, allowed=[FOURTH, FOURTH])

@@ -292,6 +292,9 @@ class Tiny(torch.nn.Module):
         return hidden[..., 0] + confidences[..., 1] - t.clamp(min=1).log()[:, None]
 
 
+OPTIONS = {"eos_token_id": (2, 0), "eos_last": True, "suppress_tokens": (1,), "repetition_penalty": 1.3}
+
+
 @pytest.mark.skipif(
     shutil.which("g++") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
     reason="torch.compile on the CPU needs g++ and Python.h",
@@ -301,10 +304,9 @@ class Tiny(torch.nn.Module):
     [
         ("learned", {}, False),
         ("p2", {}, False),
-        ("joint-threshold", {"suppress_tokens": (1,), "repetition_penalty": 1.3}, True),
-        ("blocks(2,credit:0.6)", {"eos_token_id": (2, 0), "eos_last": True, "stop_at_eos": True}, False),
+        ("blocks(2,credit:0.6)", OPTIONS, True),
     ],
-    ids=["learned", "p2", "editing, constrained", "fusing, EOS last"],
+    ids=["learned", "p2", "all options"],
 )
 def test_compiled_is_eager(name, options, constrained):
     """Five prompts in a batch of two; the same engine twice, so that what was compiled is used again."""

@@ -265,7 +265,6 @@ def test_kept_tokens_stay_in_the_pass_without_the_prompt():
         ("processor cut must return scores [42, 12] as it gets, not [42, 3]", {"processors": ["cut"]}),
         ("processor cut must return scores [42, 12] as it gets, not a NoneType", {"processors": ["nothing"]}),
     ],
-    ids=str,
 )
 def test_what_cannot_be_meant_is_refused_in_one_line(message, options):
     def cut(input_ids, scores):

@@ -32,8 +32,8 @@ class Canvas:
     masked: Tensor  # [b, L] bool
     index: Tensor  # [b]: i, the steps taken
     passes: Tensor  # [b]: those of them that needed the denoiser, where that can differ
-    reveal_step: Tensor  # [b, L]: the step of the last reveal, -1 before it
-    revisions: Tensor  # [b, L]: how often it was masked again
+    reveal_step: Tensor  # [b, L]: the step of the last reveal or edit, -1 before it
+    revisions: Tensor  # [b, L]: how often it was masked again or edited
     nothing_selected: Tensor  # [b]: steps in which a selector chose nothing
     log_reveal: Tensor  # [b, L]: log p of the token when it was revealed, where the rule asks for it
     memory: dict[str, Tensor]  # [b, ...] each: the rule's own

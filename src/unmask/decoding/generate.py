@@ -18,7 +18,7 @@ from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.policies import Policy, parse_policy
 from unmask.decoding.stepper import Stepper
 from unmask.decoding.tokens import Allowed, Decodes, Processor, TokenChoice
-from unmask.errors import UserError
+from unmask.errors import UserError, require
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Generation:
 
     tokens: Tensor  # [B, L]
     masked: Tensor  # [B, L] bool: what is still to be written; nothing in the end
-    reveal_step: Tensor  # [B, L]: the step of each response token's last reveal, -1 on prompt and padding
-    revisions: Tensor  # [B, L]: how often it was masked again
+    reveal_step: Tensor  # [B, L]: the step of each response token's last reveal or edit, -1 on prompt and padding
+    revisions: Tensor  # [B, L]: how often it was masked again or edited
     num_steps: Tensor  # [B]: the steps that this sequence took part in
     num_passes: Tensor  # [B]: denoiser passes that they needed, guidance included
     nothing_selected: Tensor  # [B]: steps in which a selector chose nothing and the rule fell back
@@ -199,7 +199,8 @@ class Engine:
                 if history:
                     if canvases is None:
                         canvases = out.tokens.new_empty(len(out.tokens), self.max_steps + 1, out.tokens.shape[1])
-                    canvases[torch.arange(len(out.tokens)), out.num_steps] = out.tokens
+                    rows = torch.arange(len(out.tokens), device=out.tokens.device)
+                    canvases[rows, out.num_steps] = out.tokens
                 if on_step is not None:
                     on_step(out)
         out = turn.result()
@@ -207,8 +208,7 @@ class Engine:
             return out
         canvases[:, 0] = torch.where(out.reveal_step >= 0, self.denoiser.mask_token_id, out.tokens)
         index = torch.arange(int(out.num_steps.max()) + 1, device=canvases.device)  # finished: the last canvas again
-        rows = torch.arange(len(canvases), device=canvases.device)[:, None]
-        return replace(out, history=canvases[rows, torch.minimum(index, out.num_steps[:, None])])
+        return replace(out, history=canvases[rows[:, None], torch.minimum(index, out.num_steps[:, None])])
 
     def stream(
         self,
@@ -243,6 +243,8 @@ class Engine:
         with mode():
             whole = blank_canvas(prompts, attention_mask, ids, mask, None if size is None else max(size, mask + 1))
             self.policy.check(self.max_steps, whole.num_response)
+            lists = isinstance(prompts, Sequence) or not isinstance(allowed, Sequence)
+            require(lists, "a list of masks goes with a list of prompts: give allowed as [L, V] or [B, L, V]")
             allowed = None if allowed is None else checked_allowed(allowed, whole, self.choice, mask)
             if self.compile and allowed is not None and not isinstance(allowed, Tensor):
                 raise UserError("a function of allowed tokens cannot be compiled: give a mask, or leave compile out")
