@@ -374,7 +374,7 @@ def test_policies_lists_every_rule(call):
     assert (code, err) == (0, "")
     lines, _, explained = text.partition("\n\n")
     shown = [line.split(maxsplit=1) for line in lines.splitlines()]
-    assert len(shown) == 20
+    assert len(shown) == 25
     built_in = [(key, rule.__name__) for key, rule in RULES.items() if rule.__module__.startswith("unmask.")]
     assert [(usage.partition("(")[0], does.split()[0]) for usage, does in shown] == built_in
     for usage, does in shown:

@@ -520,8 +520,9 @@ def policies() -> None:
         "learned, lo-arm and reward decide by the run's own selector; lo-arm is the rule that was trained\n"
         "where the recipe has order.selection = 'one', reward where it has order.reward and 'bernoulli'.\n"
         "i: step from 0, S: the most steps, N: size of the response, M: its masks, H_n: entropy,\n"
-        "k_i: N div S, one more for the first N mod S steps, p_n: the denoiser's distribution at n, x_n: the token\n"
-        "proposed there, c_n: its largest probability (confidence=sampled: that of x_n)."
+        "k_i: N div S, one more for the first N mod S steps (count=floor: Dream's and SMDM's, cosine: MaskGIT's),\n"
+        "p_n: the denoiser's distribution at n, x_n: the token proposed there, c_n: its largest probability\n"
+        "(confidence=sampled: that of x_n)."
     )
 
 

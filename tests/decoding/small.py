@@ -66,6 +66,7 @@ class Recorded:
     passes: list[Tensor] = field(default_factory=list)
     projected: list[int] = field(default_factory=list)  # positions, of each call of `logits`
     calls: list[int] = field(default_factory=list)  # how many calls of `logits` had come before each pass
+    guided: bool = False  # every second pass is without the prompt
 
     @property
     def mask_token_id(self) -> int:
@@ -129,6 +130,7 @@ class TabularSelector:
 # --- every rule -------------------------------------------------------------------------------------------------------
 
 BUILT_IN = {key: rule for key, rule in RULES.items() if rule.__module__.startswith("unmask.")}  # tests define others
+ENDS_EARLY = ("joint-threshold", "saber")  # though it masks again or edits
 BUDGETS = (1, 3, 6, 13)  # the last is longer than every response below
 NONEMPTY = ReadsFirst(small_selector(13, NonEmpty()))
 BERNOULLI = ReadsFirst(small_selector(13, Bernoulli()))
@@ -136,9 +138,11 @@ POLICIES: dict[str, Policy] = {
     text: parse_policy(text, NONEMPTY)  # type: ignore[arg-type]
     for text in (
         *("iid", "top-prob", "top-prob(confidence=sampled)", "margin", "entropy", "left-to-right"),
+        *("margin(count=floor)", "stochastic(entropy(count=cosine),0.5)", "random"),
         *("stochastic(margin,0.5)", "threshold:0.7", "threshold(0.5,paced)", "factor(2,confidence=sampled)"),
         *("eb:0.6", "eb(1.5,order=entropy)", "klass", "klass(0.2,0.05,1)", "dus"),
         *("blocks(3,iid)", "blocks(3,top-prob)", "blocks(3,klass(0.2,0.05,1))", "blocks(2,stochastic(entropy,0.5))"),
+        *("joint-threshold(0.6,0.3)", "saber", "prophet(0,2)", "credit:0.7", "blocks(3,credit:0.7)"),
         *("rdm", "rdm(linear,cond)", "p2", "remdm-cap:0.5", "remdm-rescale:0.5", "remdm-conf"),
         *("learned", "learned(temperature=2,floor=0.2)", "learned(cap=2)", "learned(deterministic)"),
         *("lo-arm", "reward:3"),
@@ -205,29 +209,55 @@ def all_results(out: Generation) -> list[dict[str, object]]:
 # --- what happened, from what the denoiser saw ------------------------------------------------------------------------
 
 
-def histories(denoiser: Recorded, out: Generation, batch_size: int | None = None) -> list[list[Tensor]]:
-    """The canvases of each sequence without padding: one a step, and what came out.
+def needs_pass(policy: Policy, before: Tensor, after: Tensor, is_last: bool) -> bool:
+    """A step that reveals nothing needs the denoiser only where the rule asks it, which is not at the last step."""
+    reveals = bool(((before == MASK) & (after != MASK)).any())
+    return reveals or bool(policy.reads and not is_last)
 
-    It follows the batch by `num_steps` alone: the next prompt takes the place of one that is finished, and when none
-    waits, rows leave.  A batch that is not as full as that is an assertion error.
+
+def histories(
+    denoiser: Recorded, out: Generation, policy: Policy, max_steps: int, batch_size: int | None = None
+) -> list[list[Tensor]]:
+    """The canvases of each sequence without padding: one a step, and what came out, from `out.history`.
+
+    The denoiser must have seen exactly these, where it was needed.  It follows the batch by `num_steps` alone: the next
+    prompt takes the place of one that is finished, and when none waits, rows leave.  A batch that is not as full as
+    that, and a row that the denoiser saw for nothing, is an assertion error.
     """
-    B, passes = len(out.tokens), int(out.num_passes[0] // out.num_steps[0])
-    waiting, seen_of = list(range(B)), [[] for _ in range(B)]
+    B, passes = len(out.tokens), 2 if denoiser.guided else 1
+    here = [out.attention_mask[row] for row in range(B)]
+    canvases = [list(out.history[row, : out.num_steps[row] + 1, here[row]]) for row in range(B)]
+    waiting, taken = list(range(B)), [0] * B
     batch = [waiting.pop(0) for _ in range(min(batch_size or B, B))]
-    for seen in denoiser.passes[::passes]:
-        assert len(seen) == len(batch), "rows that the batch should not hold, or too few"
-        for row, canvas in zip(batch, seen, strict=True):
-            seen_of[row].append(canvas[: out.attention_mask[row].sum()])  # the denoiser sees padding on the right
-        stays = [len(seen_of[row]) < out.num_steps[row] for row in batch]
-        batch = [row if stay else waiting.pop(0) if waiting else None for row, stay in zip(batch, stays, strict=True)]
+    shown, used = iter(denoiser.passes[::passes]), [0] * B
+    while batch:
+        steps = [canvases[row][taken[row] : taken[row] + 2] for row in batch]
+        asked = [
+            (row, before)
+            for row, (before, after) in zip(batch, steps, strict=True)
+            if needs_pass(policy, before, after, taken[row] == max_steps - 1)
+        ]
+        if asked:
+            seen = next(shown)
+            assert len(seen) == len(asked), "rows that the pass should not hold, or too few"
+            for (row, before), tokens in zip(asked, seen, strict=True):
+                used[row] += passes
+                assert torch.equal(tokens[: len(before)], before)  # the denoiser sees padding on the right
+        for row in batch:
+            taken[row] += 1
+        over = [taken[row] == out.num_steps[row] for row in batch]
+        batch = [
+            waiting.pop(0) if end and waiting else None if end else row for row, end in zip(batch, over, strict=True)
+        ]
         batch = [row for row in batch if row is not None]
-    assert not batch, "the denoiser saw fewer passes than are reported"
+    assert next(shown, None) is None, "the denoiser saw more passes than the steps needed"
     assert not waiting
-    return [[*seen, out.tokens[row, out.attention_mask[row]]] for row, seen in enumerate(seen_of)]
+    assert used == out.num_passes.tolist()
+    return canvases
 
 
-def accounts(history: list[Tensor]) -> tuple[list[int], list[int]]:
-    """(step of the last reveal, number of times masked again) of each position, by comparing canvas with canvas."""
+def accounts(history: list[Tensor], edits: bool = False) -> tuple[list[int], list[int]]:
+    """(step of the last reveal, number of times revised) of each position, by comparing canvas with canvas."""
     reveal_step, revisions = [-1] * len(history[0]), [0] * len(history[0])
     for step, (before, after) in enumerate(pairwise(history)):
         for n, (old, new) in enumerate(zip(before.tolist(), after.tolist(), strict=True)):
@@ -235,6 +265,8 @@ def accounts(history: list[Tensor]) -> tuple[list[int], list[int]]:
                 reveal_step[n] = step
             elif old != MASK and new == MASK:
                 revisions[n] += 1
+            elif edits and old != new:
+                reveal_step[n], revisions[n] = step, revisions[n] + 1
             else:
                 assert old == new, "a token was exchanged without being masked"
     return reveal_step, revisions

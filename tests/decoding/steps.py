@@ -57,6 +57,10 @@ class Row:
         first, second = sorted(self.weights[n], reverse=True)[:2]
         return (first - second) / self.parts
 
+    def gap(self, n: int) -> float:
+        first, second = sorted(self.weights[n], reverse=True)[:2]
+        return math.log(first) - log(second)
+
     def entropy(self, n: int) -> float:
         """Summed in one order whatever the order of the tokens: shuffled copies tie."""
         p = sorted(w / self.parts for w in self.weights[n] if w)
@@ -146,6 +150,7 @@ def case_of(rows: Sequence[Row], reads_revealed: bool = False, seed: int = 0) ->
     stats: Confidence = {
         "log_top": shown(lambda row, n: log(row.c(n))),
         "margin": shown(Row.margin),
+        "gap": shown(Row.gap),
         "entropy": shown(Row.entropy),
         "log_proposal": shown(lambda row, n: log(row.c(n, "sampled"))),
         "log_current": shown(lambda row, n: log(row.p(n, row.tokens[n])) if n not in row.masked else 99.0),

@@ -1,6 +1,7 @@
 """The end of sequence, and guidance: what p_n is and when a sequence is over, against doing it by hand."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.decoding.small import (
     accounts,
     all_results,
     histories,
+    needs_pass,
     prompts_for,
     results,
     small_denoiser,
@@ -63,11 +65,11 @@ def test_a_sequence_stops_once_all_masks_are_behind_an_eos(policy):
     prompts, stops = prompts_for(policy), 0
     for lean in (0.5, 2.5):
         denoiser = Leaning(small_denoiser(), lean=lean)
-        free = generate(denoiser, prompts, policy, 6, eos_token_id=EOS, **SAMPLED)
+        free = generate(denoiser, prompts, policy, 6, eos_token_id=EOS, history=True, **SAMPLED)
         cut = generate(
             Leaning(small_denoiser(), lean=lean), prompts, policy, 6, eos_token_id=EOS, stop_at_eos=True, **SAMPLED
         )
-        for row, history in enumerate(histories(denoiser, free)):
+        for row, history in enumerate(histories(denoiser, free, policy, 6)):
             kept, step = stopped(history)
             if step is None:
                 assert results(cut, row) == results(free, row)
@@ -79,7 +81,10 @@ def test_a_sequence_stops_once_all_masks_are_behind_an_eos(policy):
                 "reveal_step": [min(when, step) for when in reveal_step],
                 "revisions": revisions,
                 "num_steps": step + 1,
-                "num_passes": step + 1,
+                "num_passes": sum(
+                    needs_pass(policy, before, after, i == 5)
+                    for i, (before, after) in enumerate(pairwise(history[: step + 2]))
+                ),
                 "nothing_selected": 0,
             }
     assert stops

@@ -26,9 +26,11 @@ class FromHidden:
 
 NAMES = [  # every rule, and those of its parameters that take another way through its code
     *("iid", "top-prob", "margin", "entropy", "left-to-right", "stochastic(top-prob(confidence=sampled),0.5)"),
+    *("margin(count=floor)", "entropy(count=cosine)", "random"),
     *("threshold(0.7,paced)", "factor(1,confidence=sampled)", "eb(0.5,order=margin)", "klass(0.5,0.5,1)", "dus"),
     *("blocks(3,iid)", "blocks(3,klass(0.5,0.5,1))"),
     *("rdm", "rdm(linear,cond)", "p2", "remdm-cap:0.4", "remdm-rescale:0.4", "remdm-conf"),
+    *("joint-threshold(0.6,0.3)", "saber", "prophet(2,3)", "credit"),
     *("learned", "learned(temperature=0.5,floor=0.1,cap=2)", "learned(deterministic)", "lo-arm", "reward"),
 ]
 POLICIES = {name: parse_policy(name, FromHidden(NonEmpty())) for name in NAMES}
@@ -51,7 +53,7 @@ def a_step(policy, seed=50):
     generator = torch.Generator().manual_seed(seed)
     stats = case.step.stats | {"change": torch.rand(rows, L, dtype=torch.float64, generator=generator)}
     memory = {
-        name: torch.randint(0, 3, kept.shape, generator=generator)
+        name: torch.randint(0, 3, kept.shape, generator=generator).to(kept.dtype)
         for name, kept in policy.init_state(rows, L, torch.device("cpu")).items()
     }
     seen = {"stats": {name: stats[name] for name in policy.reads}}
@@ -66,13 +68,11 @@ def test_it_reads_what_it_declares_and_answers_in_booleans():
         decision = policy.decide(step)
         assert decision.reveal.dtype == torch.bool
         assert decision.reveal.shape == step.masked.shape
-        assert (decision.remask is not None) == policy.remasks
-        if policy.remasks:
-            assert decision.remask.dtype == torch.bool
-            assert decision.remask.shape == step.masked.shape
-        if decision.nothing_selected is not None:
-            assert decision.nothing_selected.dtype == torch.bool
-            assert decision.nothing_selected.shape == step.index.shape
+        assert (decision.remask is not None or decision.edit is not None) == policy.remasks
+        for revised in (decision.remask, decision.edit):
+            assert revised is None or (revised.dtype, revised.shape) == (torch.bool, step.masked.shape)
+        for rows in (decision.nothing_selected, decision.finished):
+            assert rows is None or (rows.dtype, rows.shape) == (torch.bool, step.index.shape)
         assert set(decision.memory or {}) == set(policy.init_state(1, 1, torch.device("cpu")))
         for name, kept in (decision.memory or {}).items():
             assert kept.shape == step.memory[name].shape

@@ -1,14 +1,16 @@
-"""threshold, factor, eb, klass: as many masks as the denoiser is sure of."""
+"""threshold, factor, eb, klass, prophet, credit: as many masks as the denoiser is sure of."""
 
 import math
 import random
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 
 import pytest
 import torch
 
 from tests.decoding.steps import (
+    MASK,
     CountingDenoiser,
     best,
     case_of,
@@ -19,17 +21,21 @@ from tests.decoding.steps import (
     positions,
     random_case,
     random_row,
+    random_weights,
     reveals,
     tensor,
 )
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import (
     Blocks,
+    Credit,
     Entropy,
     EntropyBounded,
     Factor,
     KLStable,
+    LeftToRight,
     Margin,
+    Prophet,
     Threshold,
     TopProbability,
 )
@@ -385,3 +391,86 @@ def test_klass_needs_more_than_tau(dtype, tau):
     for shift in (0.0, 0.3, -1.0):
         assert reveals_of(KLStable(tau, 0.01, 1), p, dtype, shift=shift) == one_by_one, "c = tau is not above it"
     assert reveals_of(KLStable(tau - 1e-5, 0.01, 1), p, dtype) == [1, 7]
+
+
+# --- prophet ----------------------------------------------------------------------------------------------------------
+
+
+def test_prophet():
+    """Gaps of log(18/5) and less never reach a bar, so weights are of 10^4 parts; the answer is revealed or masked."""
+    rng, everything = random.Random(3), 0
+    for start, size in ((0, 0), (1, 2), (3, 0)):
+        rows = []
+        for _ in range(150):
+            row = random_row(rng, 8)
+            row.parts, row.weights = 10**4, [random_weights(rng, 10**4) for _ in range(8)]
+            rows += [row] if len(row.response) > start else []
+        case = case_of(rows, reads_revealed=True)
+        for row, chosen in zip(case.rows, reveals(Prophet(start, size), case), strict=True):
+            answer = row.response[start : start + size if size else None]
+            g = sum(row.gap(n) for n in answer) / len(answer)
+            progress = Fraction(row.i + 1, row.S)
+            bar = 7.5 if progress < Fraction(1, 3) else 5.0 if progress < Fraction(2, 3) else 2.5
+            everything += g >= bar and len(row.masked) > row.k
+            assert chosen == (set(row.masked) if g >= bar else best(row.c, row.masked, row.k))
+    assert everything > 20
+
+
+def test_prophet_s_gap_is_that_of_the_logits_and_its_order_any():
+    denoiser = counting_denoiser(6, scale=6.0)
+    out = generate(denoiser, torch.full((1, 6), MASK), Prophet(order=LeftToRight()), 6)
+    steps, i, masks = [], 0, 6
+    while masks:
+        tops = [denoiser.table[masks, n].topk(2).values for n in range(6)]
+        g = sum((first - second).item() for first, second in tops) / 6
+        now = masks if g >= [7.5, 5.0, 5.0, 2.5, 2.5, 2.5][i] else 1  # progress 1/6, 1/3, 1/2, 2/3, ...
+        steps, masks, i = [*steps, *[i] * now], masks - now, i + 1
+    assert out.reveal_step.tolist() == [steps]
+    with pytest.raises(ValueError, match="a response of 6 tokens has no place 6"):
+        generate(denoiser, torch.full((1, 6), MASK), Prophet(6), 6)
+
+
+# --- credit -----------------------------------------------------------------------------------------------------------
+
+
+def credit_by_hand(denoiser, N, size, S, threshold, alpha, beta, gamma):
+    """(tokens, reveal steps) of a sequence that is all response, greedy, in blocks."""
+    credit = {n: [0.0] * 4 for n in range(N)}
+    written, when, i, blocks = {}, {}, 0, math.ceil(N / size)
+    for block in range(blocks):
+        steps = S // blocks + (block < S % blocks)
+        for own in range(steps):
+            masks = [n for n in range(N) if n not in written]
+            left = [n for n in masks if n // size == block]
+            if not left:
+                break
+            fused = {}
+            for n in masks:  # those of the blocks to come too
+                p = denoiser.p(len(masks), n)
+                top = p.index(max(p))
+                credit[n] = [beta * value + (max(p) ** gamma if v == top else 0.0) for v, value in enumerate(credit[n])]
+                weights = [value * (1 + credit[n][v]) ** alpha for v, value in enumerate(p)]
+                fused[n] = [value / sum(weights) for value in weights]
+            c = {n: max(fused[n]) for n in left}
+            chosen = {n for n in left if c[n] >= threshold} or best(c.get, left, 1)
+            for n in left if own == steps - 1 else chosen:
+                written[n], when[n] = fused[n].index(max(fused[n])), i
+            i += 1
+    return [written[n] for n in range(N)], [when[n] for n in range(N)]
+
+
+def test_credit_of_a_whole_generation():
+    """Alone, in a batch that is refilled (slots are used again), and with fixed shapes."""
+    N, differs = 9, 0
+    for seed in range(5):
+        denoiser = counting_denoiser(N, seed=seed, scale=1.5)
+        for size, settings in ((9, (0.7, 0.7, 0.8, 0.2)), (4, (0.8, 2.0, 0.5, 1.0))):
+            rule = Credit(*settings) if size == 9 else Blocks(size, Credit(*settings))
+            tokens, steps = credit_by_hand(denoiser, N, size, 9, *settings)
+            for layout in ({}, {"batch_size": 2}, {"batch_size": 2, "fixed_shapes": True}):
+                out = generate(denoiser, torch.full((5, N), MASK), rule, 9, **layout)
+                assert out.tokens.tolist() == [tokens] * 5
+                assert out.reveal_step.tolist() == [steps] * 5
+            plain = Threshold(settings[0]) if size == 9 else Blocks(size, Threshold(settings[0]))
+            differs += generate(denoiser, torch.full((1, N), MASK), plain, 9).reveal_step[0].tolist() != steps
+    assert differs > 3

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -21,7 +22,7 @@ from tests.decoding.steps import (
 )
 from tests.statistics import assert_follows
 from unmask.decoding.generate import generate
-from unmask.decoding.policies import Entropy, LeftToRight, Margin, Stochastic, TopProbability
+from unmask.decoding.policies import Entropy, LeftToRight, Margin, Random, Stochastic, TopProbability
 from unmask.decoding.policies.rule import highest
 
 CASES = [random_case(seed) for seed in range(2)]
@@ -39,6 +40,34 @@ def test_the_k_best_masks_are_revealed():
         for case in CASES:
             for row, chosen in zip(case.rows, reveals(rule, case), strict=True):
                 assert chosen == best(partial(score, row), row.masked, row.k)
+
+
+def counted(row, kind):
+    masks = len(row.masked)
+    if kind == "floor":
+        return masks * 999 // (1000 * row.S - 999 * row.i)
+    return max(1, masks - math.floor(row.N * math.cos(math.pi / 2 * (row.i + 1) / row.S) + 1e-9))
+
+
+def test_other_counts_cut_elsewhere():
+    for name, (rule, score) in RANKED.items():
+        for case, kind in itertools.product(CASES, ("floor", "cosine")):
+            for row, chosen in zip(case.rows, reveals(replace(rule, count=kind), case), strict=True):
+                assert chosen == best(partial(score, row), row.masked, counted(row, kind)), name
+    for case, kind in itertools.product(CASES, ("floor", "cosine")):
+        rule = Stochastic(Margin(count=kind), 0.5)
+        for row, chosen in zip(case.rows, reveals(rule, case), strict=True):
+            assert len(chosen) == min(len(row.masked), counted(row, kind))
+
+
+def test_random_takes_the_largest_draws():
+    """Which are k_i uniform ones: every set of that size has the same probability."""
+    for case in CASES:
+        for row, chosen in zip(case.rows, reveals(Random(), case), strict=True):
+            assert chosen == best(lambda n, row=row: row.u[n], row.masked, row.k)
+    out = generate(counting_denoiser(4), torch.full((6000, 4), MASK), Random(), 2, seed=3)
+    first = Counter(tuple(n for n in range(4) if steps[n] == 0) for steps in out.reveal_step.tolist())
+    assert_follows([first[pair] for pair in itertools.combinations(range(4), 2)], [1000.0] * 6)
 
 
 def test_the_cases_hold_what_can_go_wrong():

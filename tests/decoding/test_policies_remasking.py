@@ -1,4 +1,4 @@
-"""rdm, p2, remdm: rules with second thoughts, which run all S steps."""
+"""rdm, p2, remdm, joint-threshold, saber: rules with second thoughts."""
 
 import math
 import random
@@ -10,6 +10,7 @@ import torch
 
 from tests.decoding.steps import (
     MASK,
+    CountingDenoiser,
     V,
     best,
     case_of,
@@ -22,7 +23,7 @@ from tests.decoding.steps import (
     reveals,
 )
 from unmask.decoding.generate import generate
-from unmask.decoding.policies import P2, RDM, Policy, ReMDMCap, ReMDMConf, ReMDMRescale
+from unmask.decoding.policies import P2, RDM, JointThreshold, Policy, ReMDMCap, ReMDMConf, ReMDMRescale, Saber
 
 CASES = [random_case(seed, reads_revealed=True) for seed in range(30, 34)]
 CERTAIN = [23, 0, 0, 0]
@@ -235,7 +236,9 @@ def test_all_steps_are_taken_also_after_the_sequence_is_full():
         prompts = torch.tensor([[MASK, MASK, 1, 1], [1, MASK, 1, 1], [MASK] * 4]).repeat(20, 1)
         out = generate(counting_denoiser(4, seed=2), prompts, rule, 12, seed=1, temperature=1.0)
         assert out.num_steps.tolist() == [12] * 60
-        assert out.num_forwards == 12 * 60
+        assert out.num_forwards == out.num_passes.sum()
+        asked = 11 * 60 if rule.reads else 0  # the last step asks only where there is something left
+        assert asked <= out.num_forwards <= 12 * 60
         assert (out.tokens != MASK).all()
         assert torch.equal(out.tokens[prompts != MASK], prompts[prompts != MASK])
         assert (out.revisions[prompts != MASK] == 0).all()
@@ -335,9 +338,9 @@ def test_remdm_of_a_whole_generation(name, rule):
     denoiser = counting_denoiser(L, seed=1, scale=1.5)
     responses = [sorted(random.Random(r).sample(range(L), 2 + r % 5)) for r in range(60)]
     watched = Watched(rule)
-    history = Canvases(denoiser)
-    out = generate(history, torch.where(places(responses, L), MASK, 0), watched, S, temperature=1.0, seed=4)
-    canvases = [*history.seen, out.tokens]
+    prompts = torch.where(places(responses, L), MASK, 0)
+    out = generate(denoiser, prompts, watched, S, temperature=1.0, seed=4, history=True)
+    canvases = out.history.transpose(0, 1)
     for r, response in enumerate(responses):
         masked, at_reveal, times = set(response), {}, 0
         for i in range(S):
@@ -355,20 +358,98 @@ def test_remdm_of_a_whole_generation(name, rule):
         assert out.revisions[r].sum().item() == times
 
 
-@dataclass(frozen=True)
-class Canvases:
-    """A denoiser that keeps what it is shown."""
+def joint_threshold_by_hand(denoiser, response, S, tau, tau_e):
+    """(tokens, revisions, steps) of a sequence, greedy."""
+    written, times, after, i = {}, dict.fromkeys(response, 0), 0, 0
+    while i < S:
+        masked = [n for n in response if n not in written]
+        p = {n: denoiser.p(len(masked), n) for n in response}
+        proposal = {n: p[n].index(max(p[n])) for n in response}
+        i += 1
+        if i == S:
+            return written | {n: proposal[n] for n in masked}, times, i
+        edits = [n for n in written if proposal[n] != written[n] and max(p[n]) > tau_e]
+        for n in edits:
+            written[n], times[n] = proposal[n], times[n] + 1
+        sure = [n for n in masked if max(p[n]) > tau]
+        for n in sure or best(lambda n, p=p: max(p[n]), masked, 1):
+            written[n] = proposal[n]
+        after += not masked
+        if not masked and (not edits or after == 16):
+            break
+    return written, times, i
 
-    denoiser: object
-    seen: list = field(default_factory=list)
 
-    @property
-    def mask_token_id(self):
-        return self.denoiser.mask_token_id
+class Flips(CountingDenoiser):
+    """Once nothing is masked it says something else at every pass: by the sum of the tokens."""
 
     def hidden(self, tokens, attention_mask=None):
-        self.seen.append(tokens.clone())
-        return self.denoiser.hidden(tokens, attention_mask)
+        hidden = super().hidden(tokens, attention_mask)
+        hidden[..., 0] = torch.where(hidden[..., 0] == 0, (tokens.sum(-1, keepdim=True) % 2).double(), 2.0)
+        return hidden
 
-    def logits(self, hidden):
-        return self.denoiser.logits(hidden)
+
+def test_joint_threshold_of_a_whole_generation():
+    L, revised, early = 9, 0, 0
+    for seed in range(8):
+        denoiser = counting_denoiser(L, seed=seed, scale=1.5)
+        responses = [sorted(random.Random(seed + N).sample(range(L), N)) for N in (2, 5, 8, 9)]
+        for tau, tau_e, S in ((0.7, 0.5, 20), (0.4, 0.0, 20), (0.4, 0.4, 4)):
+            prompts = torch.where(places(responses, L), MASK, 0)
+            out = generate(denoiser, prompts, JointThreshold(tau, tau_e), S)
+            fixed = generate(denoiser, prompts, JointThreshold(tau, tau_e), S, fixed_shapes=True)
+            assert torch.equal(fixed.tokens, out.tokens)
+            assert torch.equal(fixed.num_steps, out.num_steps)
+            for r, response in enumerate(responses):
+                tokens, times, steps = joint_threshold_by_hand(denoiser, response, S, tau, tau_e)
+                assert [out.tokens[r, n].item() for n in response] == [tokens[n] for n in response]
+                assert [out.revisions[r, n].item() for n in response] == [times[n] for n in response]
+                assert out.num_steps[r].item() == steps
+                revised, early = revised + sum(times.values()), early + (steps < S)
+    assert revised > 20
+    assert early > 20
+
+
+def test_joint_threshold_ends_after_sixteen_passes_that_change_something():
+    table = torch.zeros(3, 1, 2, dtype=torch.float64)
+    table[0, 0], table[1, 0], table[2, 0] = torch.tensor([[0.0, 9.0], [9.0, 0.0], [9.0, 0.0]], dtype=torch.float64)
+    out = generate(Flips(table), torch.tensor([[2]]), JointThreshold(), 40)  # 0 -> 1 -> 0 -> ...
+    assert out.num_steps.item() == 17
+    assert out.revisions.item() == 16
+
+
+def saber_by_hand(denoiser, response, S, n, mu):
+    masked, before, at_reveal, times, i = set(response), dict.fromkeys(response, 0.0), {}, dict.fromkeys(response, 0), 0
+    while True:
+        p = {m: max(denoiser.p(len(masked), m)) for m in response}
+        i += 1
+        mean = sum(at_reveal.values()) / len(at_reveal) if at_reveal else 1.0
+        chosen = {m for m in masked if p[m] > mean}
+        chosen = chosen if len(chosen) >= n else best(p.get, masked, n)
+        at_reveal |= {m: p[m] for m in chosen}
+        if i == S or chosen == masked:
+            return times, i
+        r = max(n, len(chosen))
+        count = min(max(n // 2, math.ceil(r / mu)), r - 1)
+        drop = {m: before[m] - p[m] for m in response}
+        again = best(drop.get, set(response) - (masked - chosen), count)
+        for m in again - masked:
+            times[m] += 1
+        masked, before = (masked - chosen) | again, p
+
+
+def test_saber_of_a_whole_generation():
+    L, revised, early = 12, 0, 0
+    for seed in range(8):
+        denoiser = counting_denoiser(L, seed=seed, scale=1.5)
+        responses = [sorted(random.Random(seed + N).sample(range(L), N)) for N in (1, 2, 5, 9, 12)]
+        for n, mu, S in ((2, 8, 20), (1, 3, 20), (4, 2, 20), (2, 8, 4)):
+            prompts = torch.where(places(responses, L), MASK, 0)
+            out = generate(denoiser, prompts, Saber(n, mu), S)
+            for r, response in enumerate(responses):
+                times, steps = saber_by_hand(denoiser, response, S, n, mu)
+                assert [out.revisions[r, m].item() for m in response] == [times[m] for m in response]
+                assert out.num_steps[r].item() == steps
+                revised, early = revised + sum(times.values()), early + (steps < S)
+    assert revised > 20
+    assert early > 20

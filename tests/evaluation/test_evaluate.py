@@ -246,7 +246,7 @@ def test_steps_and_passes():
 def test_iid_steps_are_counted_per_sequence():
     record = run(always(VALID), IID(), 4)
     assert record.fewest_steps < record.most_steps <= 4
-    assert record.num_forwards == round(record.mean_steps * 60)
+    assert record.num_forwards == round(record.mean_passes * 60) < round(record.mean_steps * 60)  # some reveal nothing
     assert max(max(row) for row in record.reveal_step) <= 3
 
 
@@ -416,8 +416,9 @@ def test_a_guided_evaluation_doubles_the_passes():
     for policy in (TopProbability(), IID(), P2(), learned):
         record = run(model, policy, 2, examples=50)
         guided = run(model, policy, 2, examples=50, choice=TokenChoice(temperature=1.0, guidance=1.0))
-        assert record.mean_passes == record.mean_steps
-        assert guided.mean_passes == 2 * guided.mean_steps
+        if policy in (TopProbability(), learned):  # the others may need no pass for a step
+            assert record.mean_passes == record.mean_steps
+            assert guided.mean_passes == 2 * guided.mean_steps
         assert (record.guidance, guided.guidance) == (0, 1)
         if policy is not learned:
             assert guided.mean_passes == 2 * record.mean_passes

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from unmask.decoding.tokens import Allowed, TokenChoice
 from unmask.errors import UserError, require
 
 
@@ -30,8 +31,9 @@ class Canvas:
     num_response: Tensor  # [b]: N
     masked: Tensor  # [b, L] bool
     index: Tensor  # [b]: i, the steps taken
-    reveal_step: Tensor  # [b, L]: the step of the last reveal, -1 before it
-    revisions: Tensor  # [b, L]: how often it was masked again
+    passes: Tensor  # [b]: those of them that needed the denoiser, where that can differ
+    reveal_step: Tensor  # [b, L]: the step of the last reveal or edit, -1 before it
+    revisions: Tensor  # [b, L]: how often it was masked again or edited
     nothing_selected: Tensor  # [b]: steps in which a selector chose nothing
     log_reveal: Tensor  # [b, L]: log p of the token when it was revealed, where the rule asks for it
     memory: dict[str, Tensor]  # [b, ...] each: the rule's own
@@ -55,7 +57,7 @@ class Canvas:
 
     def record(self, finished: Canvas, rows: Tensor) -> None:
         """What some rows of another canvas have come to, where they belong among the prompts."""
-        for name in ("tokens", "reveal_step", "revisions", "index", "nothing_selected"):
+        for name in ("tokens", "masked", "reveal_step", "revisions", "index", "passes", "nothing_selected"):
             getattr(self, name)[finished.row[rows]] = getattr(finished, name)[rows]
 
 
@@ -98,12 +100,42 @@ def blank_canvas(
         num_response=num_response,
         masked=response.clone(),
         index=torch.zeros_like(rows),
+        passes=torch.zeros_like(rows),
         reveal_step=torch.full_like(tokens, -1),
         revisions=torch.zeros_like(tokens),
         nothing_selected=torch.zeros_like(rows),
         log_reveal=torch.zeros(tokens.shape, dtype=torch.float64, device=device),
         memory={},
     )
+
+
+def checked_allowed(allowed: Any, whole: Canvas, choice: TokenChoice, mask_token_id: int) -> Allowed:
+    """As booleans [L, V] or [B, L, V] that leave every response position a token, or as the function that it is."""
+    if callable(allowed) and not isinstance(allowed, Tensor):
+        return cast(Allowed, allowed)
+    if isinstance(allowed, Sequence):
+        masks = [torch.as_tensor(mask) for mask in allowed]
+        lengths, own = [len(mask) for mask in masks], whole.position.amax(-1) + 1
+        require(all(mask.ndim == 2 for mask in masks) and lengths == own.tolist(), "give each prompt a mask [L, V]")
+        allowed = pad_sequence(masks, True, 0, "left")
+    allowed = torch.as_tensor(allowed)
+    B, L = whole.tokens.shape
+    require(allowed.dtype == torch.bool, f"allowed must be booleans, got {allowed.dtype}")
+    fits = allowed.ndim in (2, 3) and tuple(allowed.shape[:-1]) in ((L,), (B, L))
+    require(fits, f"allowed must be [{L}, V] or [{B}, {L}, V], got {list(allowed.shape)}")
+    allowed = allowed.to(whole.tokens.device)
+    never = [token for token in {*choice.suppress_tokens, mask_token_id} if token < allowed.shape[-1]]
+    left = allowed.sum(-1) - allowed[..., never].sum(-1)
+    left = left.expand(B, L).gather(-1, whole.column)  # [B, L], as the canvas stands
+    if choice.min_length:
+        eos = [token for token in choice.eos_ids if token < allowed.shape[-1] and token not in never]
+        early = whole.place < choice.min_length
+        left = left - torch.where(early, allowed[..., eos].sum(-1).expand(B, L).gather(-1, whole.column), 0)
+    empty = whole.response & (left == 0)
+    if empty.any():
+        row, place = empty.nonzero()[0].tolist()
+        raise UserError(f"no token is allowed at position {int(whole.position[row, place])} of sequence {row}")
+    return cast(Tensor, allowed)
 
 
 def _rectangle(prompts: Tensor | Sequence[Tensor], mask: Tensor | None, mask_token_id: int) -> tuple[Tensor, Tensor]:

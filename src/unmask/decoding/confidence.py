@@ -16,6 +16,7 @@ class Confidence(TypedDict, total=False):
 
     log_top: Tensor  # log c
     margin: Tensor
+    gap: Tensor  # log p(1st) - log p(2nd): that of the logits
     entropy: Tensor  # nats
     log_proposal: Tensor  # log p(x) of the token proposed here
     log_current: Tensor  # log p of the token that stands here
@@ -49,9 +50,12 @@ def confidence(
     log_top = log_p.gather(-1, best[..., None])[..., 0]
     if "log_top" in wanted:
         stats["log_top"] = log_top
-    if "margin" in wanted:
+    if wanted & {"margin", "gap"}:
         second = log_p.scatter(-1, best[..., None], -torch.inf).amax(-1)
-        stats["margin"] = log_top.exp() - second.exp()
+        if "margin" in wanted:
+            stats["margin"] = log_top.exp() - second.exp()
+        if "gap" in wanted:
+            stats["gap"] = log_top - second
     if wanted & {"entropy", "change"}:
         p = log_p.exp()
         finite = log_p.clamp(min=torch.finfo(log_p.dtype).min)  # at p = 0, 0 * -inf is NaN

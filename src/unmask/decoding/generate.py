@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -12,28 +12,30 @@ import torch
 from torch import Tensor
 
 from unmask import rng
-from unmask.decoding.canvas import Canvas, blank_canvas
+from unmask.decoding.canvas import Canvas, blank_canvas, checked_allowed
 from unmask.decoding.confidence import Confidence
 from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.policies import Policy, parse_policy
 from unmask.decoding.stepper import Stepper
-from unmask.decoding.tokens import TokenChoice
-from unmask.errors import UserError
+from unmask.decoding.tokens import Allowed, Decodes, Processor, TokenChoice
+from unmask.errors import UserError, require
 
 
 @dataclass(frozen=True)
 class Generation:
-    """B sequences of L positions.  Steps are counted per sequence, from 0."""
+    """B sequences of L positions, finished or on their way.  Steps are counted per sequence, from 0."""
 
     tokens: Tensor  # [B, L]
-    reveal_step: Tensor  # [B, L]: the step of each response token's last reveal, -1 on prompt and padding
-    revisions: Tensor  # [B, L]: how often it was masked again
+    masked: Tensor  # [B, L] bool: what is still to be written; nothing in the end
+    reveal_step: Tensor  # [B, L]: the step of each response token's last reveal or edit, -1 on prompt and padding
+    revisions: Tensor  # [B, L]: how often it was masked again or edited
     num_steps: Tensor  # [B]: the steps that this sequence took part in
-    num_passes: Tensor  # [B]: denoiser passes that they cost it, guidance included
+    num_passes: Tensor  # [B]: denoiser passes that they needed, guidance included
     nothing_selected: Tensor  # [B]: steps in which a selector chose nothing and the rule fell back
     attention_mask: Tensor  # [B, L] bool: False on padding
-    num_forwards: int  # denoiser rows evaluated, idle rows of a compiled batch included, its set-up excluded
+    num_forwards: int  # denoiser rows evaluated, needed or (with fixed shapes) not; setting a shape up excluded
     memory_bytes: int  # what the rule kept between steps
+    history: Tensor | None = None  # [B, steps + 1, L] on request: the tokens after 0, 1, ... of a sequence's own steps
 
 
 def generate(
@@ -49,13 +51,23 @@ def generate(
     top_p: float = 1.0,
     top_k: int = 0,
     guidance: float = 0.0,
-    eos_token_id: int | None = None,
+    cfg_keep_tokens: Sequence[int] = (),
+    eos_token_id: int | Sequence[int] | None = None,
     min_length: int = 0,
     stop_at_eos: bool = False,
+    eos_last: bool = False,
+    suppress_tokens: Sequence[int] = (),
+    repetition_penalty: float = 1.0,
+    stop_strings: str | Sequence[str] = (),
+    tokenizer: Decodes | None = None,
+    processors: Sequence[Processor] = (),
+    allowed: Allowed | Sequence[Tensor] | None = None,
     batch_size: int | None = None,
     fixed_shapes: bool = False,
     compile: bool = False,
     on_finished: Callable[[int], None] = lambda sequences: None,
+    on_step: Callable[[Generation], None] | None = None,
+    history: bool = False,
 ) -> Generation:
     """Fill in the mask tokens of `prompts` in at most `max_steps` parallel steps.
 
@@ -64,11 +76,16 @@ def generate(
     policy: a rule, or the string that `--policy` takes, such as "threshold:0.9".
     ids: [B], what names a sequence's random stream; by default its place in `prompts`.
     attention_mask: [B, L] bool, False on padding; only with a tensor of prompts.  The denoiser sees padding last.
-    temperature ... stop_at_eos: see `TokenChoice`.
+    temperature ... processors: see `TokenChoice`.
+    allowed: the tokens that a response position may get, True where allowed: [L, V] for all prompts or [B, L, V]; for a
+        list of prompts a list of [L, V].  Or a function (sequences [m, L], rows [m], positions [m]) -> bool [m, V] of
+        the positions that are read, each counted without padding in the sequence of its row; it is not compiled.
     batch_size: of more prompts than this, the next one enters as soon as one is finished.
     fixed_shapes: every pass has `batch_size` rows, idle ones included, every projection the same number of positions.
     compile: fixed shapes, torch.compile, and CUDA graphs on a GPU; takes a minute.  To call it again, keep an `Engine`.
     on_finished: called with the number of sequences that have just been finished.
+    on_step: called after each step with what stands so far; `Engine.stream` is the same as an iterator.
+    history: keep the tokens after each step; a sequence that is finished stays as it is.
 
     A sequence's result depends on its tokens, its id and the seed.  Its random draws never depend on the batch.  The
     denoiser's last bits do, since matrix products round differently in different shapes: where two positions or tokens
@@ -76,11 +93,50 @@ def generate(
     any batch, for the same `batch_size`, the same L, and padding in both calls or in neither.  (Eagerly this library's
     own networks leave padding out of their products; with padding they are exact only if compiled.)
     """
-    choice = TokenChoice(temperature, top_p, top_k, guidance, eos_token_id, min_length, stop_at_eos)
+    choice = TokenChoice(
+        temperature, top_p, top_k, guidance, eos_token_id, min_length, stop_at_eos,
+        eos_last=eos_last, suppress_tokens=suppress_tokens, repetition_penalty=repetition_penalty,
+        stop_strings=stop_strings, tokenizer=tokenizer, processors=processors, cfg_keep_tokens=cfg_keep_tokens,
+    )  # fmt: skip
     engine = Engine(
         denoiser, policy, max_steps, choice, batch_size=batch_size, fixed_shapes=fixed_shapes, compile=compile
     )
-    return engine.generate(prompts, seed=seed, ids=ids, attention_mask=attention_mask, on_finished=on_finished)
+    given: dict[str, Any] = {"seed": seed, "ids": ids, "attention_mask": attention_mask, "allowed": allowed}
+    return engine.generate(prompts, **given, on_finished=on_finished, on_step=on_step, history=history)
+
+
+@dataclass
+class _Turn:
+    """Where the loop stands after a step."""
+
+    stepper: Stepper
+    whole: Canvas  # all sequences; what is in the batch shows once it is recorded
+    active: Canvas  # the batch
+    rows: list[int | None]  # the sequence in each row of it
+    memory_bytes: int
+
+    def record(self) -> None:
+        if self.active is not self.whole:
+            busy = [row for row, sequence in enumerate(self.rows) if sequence is not None]
+            self.whole.record(self.active, torch.tensor(busy, device=self.active.row.device))
+
+    def result(self) -> Generation:
+        """Outside of inference mode these are ordinary tensors."""
+        whole, stepper = self.whole, self.stepper
+        attended = torch.ones_like(whole.response) if whole.attention_mask is None else whole.attention_mask
+        positions = whole.column.argsort(-1)  # [B, L]: where each place of the prompts stands in the canvas
+        return Generation(
+            tokens=whole.tokens.gather(-1, positions),
+            masked=whole.masked.gather(-1, positions),
+            reveal_step=whole.reveal_step.gather(-1, positions),
+            revisions=whole.revisions.gather(-1, positions),
+            num_steps=whole.index.clone(),
+            num_passes=(whole.passes if stepper.skips else whole.index) * stepper.passes,
+            nothing_selected=whole.nothing_selected.clone(),
+            attention_mask=attended.gather(-1, positions),
+            num_forwards=stepper.forwards,
+            memory_bytes=self.memory_bytes,
+        )
 
 
 class Engine:
@@ -111,8 +167,15 @@ class Engine:
         if unknown := policy.reads - Confidence.__annotations__.keys():
             known = ", ".join(Confidence.__annotations__)
             raise UserError(f"{policy.name} reads {', '.join(sorted(unknown))}; a rule can read {known}")
+        if policy.fuses and "change" in policy.reads:
+            raise UserError(f"{policy.name} fuses logits: it cannot read change too")
         self.denoiser, self.policy, self.max_steps = denoiser, policy, max_steps
         self.choice, self.batch_size = choice or TokenChoice(), batch_size
+        if self.choice.eos_last and (policy.remasks or not policy.reads):
+            what = "masks again what was revealed" if policy.remasks else "decides before the denoiser's pass"
+            raise UserError(f"eos_last does not go with {policy.name}, which {what}: leave one of them out")
+        if compile and self.choice.processors:
+            raise UserError("processors cannot be compiled: leave compile out")
         self.fixed_shapes, self.compile = fixed_shapes or compile, compile
         self._kept: tuple[Stepper, Canvas] | None = None
 
@@ -123,74 +186,130 @@ class Engine:
         seed: int = 0,
         ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        allowed: Allowed | Sequence[Tensor] | None = None,
         on_finished: Callable[[int], None] = lambda sequences: None,
+        on_step: Callable[[Generation], None] | None = None,
+        history: bool = False,
     ) -> Generation:
         """As `unmask.generate`."""
+        watched, canvases = on_step is not None or history, None
+        for turn in self._turns(prompts, seed, ids, attention_mask, allowed, on_finished, watched):
+            if watched:
+                out = turn.result()
+                if history:
+                    if canvases is None:
+                        canvases = out.tokens.new_empty(len(out.tokens), self.max_steps + 1, out.tokens.shape[1])
+                    rows = torch.arange(len(out.tokens), device=out.tokens.device)
+                    canvases[rows, out.num_steps] = out.tokens
+                if on_step is not None:
+                    on_step(out)
+        out = turn.result()
+        if canvases is None:
+            return out
+        canvases[:, 0] = torch.where(out.reveal_step >= 0, self.denoiser.mask_token_id, out.tokens)
+        index = torch.arange(int(out.num_steps.max()) + 1, device=canvases.device)  # finished: the last canvas again
+        return replace(out, history=canvases[rows[:, None], torch.minimum(index, out.num_steps[:, None])])
+
+    def stream(
+        self,
+        prompts: Tensor | Sequence[Tensor],
+        *,
+        seed: int = 0,
+        ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        allowed: Allowed | Sequence[Tensor] | None = None,
+    ) -> Iterator[Generation]:
+        """What stands after each step, for all prompts; the last is what `generate` returns."""
+        for turn in self._turns(prompts, seed, ids, attention_mask, allowed, lambda sequences: None, watched=True):
+            yield turn.result()
+
+    def _turns(
+        self,
+        prompts: Tensor | Sequence[Tensor],
+        seed: int,
+        ids: Tensor | None,
+        attention_mask: Tensor | None,
+        allowed: Allowed | Sequence[Tensor] | None,
+        on_finished: Callable[[int], None],
+        watched: bool,  # somebody looks at what stands after each step, not at the end alone
+    ) -> Iterator[_Turn]:
+        """The loop of `generate` and `stream`, one step at a time."""
         # Inference mode launches kernels faster, but its tensors cannot take part in training: a model that might keep
         # one, such as a table that it fills in on first use, runs without.  Derived classes must declare it themselves.
         keeps_nothing = vars(type(self.denoiser)).get("keeps_no_tensors", False)
+        mode = torch.inference_mode if keeps_nothing else torch.no_grad
         seed = _whole_number("seed", seed)
         mask, size = self.denoiser.mask_token_id, getattr(self.denoiser, "vocab_size", None)
-        with torch.inference_mode() if keeps_nothing else torch.no_grad():
+        with mode():
             whole = blank_canvas(prompts, attention_mask, ids, mask, None if size is None else max(size, mask + 1))
             self.policy.check(self.max_steps, whole.num_response)
-            passes, forwards, kept = self._write(whole, seed, on_finished)
-        # Outside of inference mode, what follows are ordinary tensors.
-        attended = torch.ones_like(whole.response) if whole.attention_mask is None else whole.attention_mask
-        positions = whole.column.argsort(-1)  # [B, L]: where each place of the prompts stands in the canvas
-        return Generation(
-            tokens=whole.tokens.gather(-1, positions),
-            reveal_step=whole.reveal_step.gather(-1, positions),
-            revisions=whole.revisions.gather(-1, positions),
-            num_steps=whole.index.clone(),
-            num_passes=whole.index * passes,
-            nothing_selected=whole.nothing_selected.clone(),
-            attention_mask=attended.gather(-1, positions),
-            num_forwards=forwards,
-            memory_bytes=kept,
-        )
+            lists = isinstance(prompts, Sequence) or not isinstance(allowed, Sequence)
+            require(lists, "a list of masks goes with a list of prompts: give allowed as [L, V] or [B, L, V]")
+            allowed = None if allowed is None else checked_allowed(allowed, whole, self.choice, mask)
+            if self.compile and allowed is not None and not isinstance(allowed, Tensor):
+                raise UserError("a function of allowed tokens cannot be compiled: give a mask, or leave compile out")
+        turns = self._write(whole, seed, allowed, on_finished)
+        while True:
+            with mode():  # not while somebody else's code runs between the steps
+                turn = next(turns, None)
+                if turn is not None and watched:
+                    turn.record()
+            if turn is None:
+                return
+            yield turn
 
-    def _write(self, whole: Canvas, seed: int, on_finished: Callable[[int], None]) -> tuple[int, int, int]:
-        """Write all sequences.  Passes per step, denoiser rows evaluated, and what the rule kept in bytes."""
+    def _write(
+        self, whole: Canvas, seed: int, allowed: Allowed | None, on_finished: Callable[[int], None]
+    ) -> Iterator[_Turn]:
+        """Write all sequences."""
         sizes, total = whole.num_response.tolist(), len(whole)
-        stepper, active = self._start(whole, seed)
+        stepper, active = self._start(whole, seed, allowed)
         # What the host knows of each row of the batch: the sequence that it holds, None if it idles, and its steps.
         rows: list[int | None] = [row if row < total else None for row in range(len(active))]
-        steps, entered, left, forwards = [0] * len(active), min(len(active), total), total, 0
+        steps, entered, left = [0] * len(active), min(len(active), total), total
         masks, kept = sum(sizes[:entered]), 0
-        while left:
-            forwards += len(active) * stepper.passes
-            to_read = sum(sizes[row] for row in rows if row is not None) if self.policy.reads_revealed else masks
-            over, masks = stepper.advance(active, steps, to_read)
-            steps, kept = [step + 1 for step in steps], max(kept, stepper.num_bytes(active))
-            done = [row for row, sequence in enumerate(rows) if over[row] and sequence is not None]
-            if not done:
-                continue
-            slots = torch.tensor(done, device=active.row.device)
-            if active is not whole:
-                whole.record(active, slots)
-            left -= len(done)
-            on_finished(len(done))
-            if not left:
-                break
-            stepper.forget_draws()
-            fresh = range(entered, min(entered + len(done), total))  # enter as soon as others are finished
-            entered += len(fresh)
-            masks += sum(sizes[sequence] for sequence in fresh)
-            for row, sequence in zip_longest(done, fresh):
-                rows[row], steps[row] = sequence, 0
-            if fresh:
-                entering = whole.take(slice(fresh.start, fresh.stop))
-                entering.memory = self.policy.init_state(len(fresh), entering.tokens.shape[1], slots.device)
-                active.put(slots[: len(fresh)], entering)
-            active.live[slots[len(fresh) :]] = False
-            if not self.fixed_shapes and len(fresh) < len(done):  # and where none is waiting, finished rows leave
-                active = active.take(active.live.nonzero()[:, 0])
-                steps = [step for step, row in zip(steps, rows, strict=True) if row is not None]
-                rows = [row for row in rows if row is not None]
-        return stepper.passes, forwards, kept
+        try:
+            while left:
+                to_read = sum(sizes[row] for row in rows if row is not None) if self.policy.reads_revealed else masks
+                if self.policy.most_read is not None:
+                    to_read = min(to_read, self.policy.most_read * (len(rows) - rows.count(None)))
+                over, masks = stepper.advance(active, steps, to_read)
+                steps, kept = [step + 1 for step in steps], max(kept, stepper.num_bytes(active))
+                if self.choice.stop_strings:
+                    busy = [row for row, sequence in enumerate(rows) if not over[row] and sequence is not None]
+                    ended, filled = stepper.end_at_strings(active, busy)
+                    over, masks = [over[row] or row in ended for row in range(len(over))], masks - filled
+                done = [row for row, sequence in enumerate(rows) if over[row] and sequence is not None]
+                left -= len(done)
+                if done:
+                    slots = torch.tensor(done, device=active.row.device)
+                    if active is not whole:
+                        whole.record(active, slots)
+                yield _Turn(stepper, whole, active, rows, kept)
+                if not done:
+                    continue
+                on_finished(len(done))
+                if not left:
+                    break
+                stepper.forget_draws()
+                fresh = range(entered, min(entered + len(done), total))  # enter as soon as others are finished
+                entered += len(fresh)
+                masks += sum(sizes[sequence] for sequence in fresh)
+                for row, sequence in zip_longest(done, fresh):
+                    rows[row], steps[row] = sequence, 0
+                if fresh:
+                    entering = whole.take(slice(fresh.start, fresh.stop))
+                    entering.memory = self.policy.init_state(len(fresh), entering.tokens.shape[1], slots.device)
+                    active.put(slots[: len(fresh)], entering)
+                active.live[slots[len(fresh) :]] = False
+                if not self.fixed_shapes and len(fresh) < len(done):  # and where none is waiting, finished rows leave
+                    active = active.take(active.live.nonzero()[:, 0])
+                    steps = [step for step, row in zip(steps, rows, strict=True) if row is not None]
+                    rows = [row for row in rows if row is not None]
+        finally:
+            self._kept = (stepper, active) if self.compile else None
 
-    def _start(self, whole: Canvas, seed: int) -> tuple[Stepper, Canvas]:
+    def _start(self, whole: Canvas, seed: int, allowed: Allowed | None) -> tuple[Stepper, Canvas]:
         """The first batch, and what takes it further."""
         size = self.batch_size or len(whole)
         active = whole
@@ -201,18 +320,22 @@ class Engine:
             active.live[len(whole) :], active.masked[len(whole) :] = False, False
         active.memory = self.policy.init_state(len(active), active.tokens.shape[1], active.tokens.device)
         longest = int(whole.num_response.max())
-        if self._kept is not None and self._kept[0].fits(active, longest):
-            stepper, kept = self._kept
+        reused, self._kept = self._kept, None  # a second call before this one ends finds nothing, and compiles its own
+        if reused is not None and reused[0].fits(active, longest, allowed):
+            stepper, kept = reused
             kept.put(slice(None), active)
             active = kept
+            if isinstance(stepper.allowed, Tensor) and isinstance(allowed, Tensor):
+                stepper.allowed.copy_(allowed)
         else:
             if self.fixed_shapes:  # written in place, and what is compiled for it outlasts this call
                 active = active.take(slice(None))
                 active.slot = torch.arange(size, device=active.slot.device)
             settings = self.denoiser, self.policy, self.max_steps, self.choice
             stepper = Stepper(*settings, active, longest, self.fixed_shapes, self.compile)
-            self._kept = (stepper, active) if self.compile else None
+            stepper.allowed = allowed.clone() if self.compile and isinstance(allowed, Tensor) else allowed
         stepper.seed.fill_(rng.signed(seed))
+        stepper.forwards = 0
         return stepper, active
 
 

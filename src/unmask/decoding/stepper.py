@@ -1,7 +1,8 @@
 """One step of a canvas: the denoiser's pass, the projection where somebody reads it, the rule's decision, the writing.
 
-Eager: shapes follow the work; finished rows leave, and only the positions that are read are projected.  It launches few
-kernels and waits for the device twice per step: before the pass for the positions to read, after it for the status.
+Eager: shapes follow the work; finished rows leave, and only the positions that are read are projected.  Where the rule
+decides before the pass, rows that reveal nothing take no part in it.  It launches few kernels and waits for the device
+twice per step: before the pass for the positions to read, after it for the status.
 Static: the batch keeps its size and positions come in whole chunks, so products round alike whatever is in the batch.
 Compiled, the static pieces go through torch.compile, and on a GPU a step is one CUDA graph per number of chunks.
 """
@@ -20,7 +21,7 @@ from unmask.decoding.canvas import Canvas
 from unmask.decoding.confidence import Confidence, confidence, log_probabilities
 from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.policies.rule import Decision, Policy, Step
-from unmask.decoding.tokens import TokenChoice
+from unmask.decoding.tokens import Allowed, TokenChoice, penalised
 from unmask.errors import UserError
 from unmask.variational.posterior import full_precision
 
@@ -48,17 +49,20 @@ class Stepper:
     ) -> None:
         self.denoiser, self.policy, self.choice = denoiser, policy, choice
         self.static, self.compile = static, compile
-        self.passes = 2 if choice.guidance else 1  # of the denoiser per step
+        self.passes = 2 if choice.guidance else 1  # of the denoiser per step that needs it
+        self.skips = policy.remasks or not policy.reads  # then a step may need none
+        self.forwards = 0  # denoiser rows evaluated
         device = canvas.tokens.device
         self.last, self.max_steps = max_steps - 1, torch.tensor(max_steps, device=device)
         self.seed = torch.tensor(0, device=device)  # a tensor: a CUDA graph would keep a number for ever
         self.batch, self.length = canvas.tokens.shape
         self.longest, self.padded = longest, canvas.attention_mask is not None
-        self.chunk = 0  # positions; set by the first pass, which shows V
+        self.chunk, self.score_dtype = 0, torch.float32  # positions, log p; set by the first pass, which shows V
         # A rule may look at nothing by which one sees that logits are sound.
         self.wanted = policy.reads | ({"log_top"} if policy.reads and not policy.reads & set(_FINITE) else set())
         self.keeps_log_reveal = policy.remasks and "log_proposal" in self.wanted
-        self.previous = torch.empty(0)  # log p of the last pass [slot, response position, V], where a rule reads KL
+        self.previous = torch.empty(0)  # [slot, response position, V]: log p of the last pass, or what a rule fuses
+        self.allowed: Allowed | None = None
         self.status = torch.empty(0)  # [?, b]: what the host must know after a step
         self.status_names: tuple[str, ...] = ()
         self.peaks: tuple[Tensor, Tensor] | None = None  # places and largest logits [m], where no more was read
@@ -81,8 +85,9 @@ class Stepper:
             self._eager_step(canvas, all_last=min(steps) == self.last, any_last=max(steps) == self.last)
         else:
             if not self.chunk:
-                self._measure(self._hidden(canvas, canvas.tokens))
+                self._measure(self._hidden(canvas.tokens, canvas.attention_mask))
             chunks = -(-to_read // self.chunk)
+            self.forwards += self.passes * self.batch
             if self.compile and canvas.tokens.is_cuda:
                 self._replay(canvas, chunks)
             else:
@@ -97,16 +102,38 @@ class Stepper:
                 at = f"for sequence {int(canvas.row[row])} at step {steps[row]}"
                 raise UserError(f"the {what}'s logits are not finite {at}")
         stopped = status.get("stopped", [False] * len(steps))
+        finished = status.get("finished", [not self.policy.remasks] * len(steps))
         over = [
-            step == self.last or bool(stopped[row]) or (status["masks"][row] == 0 and not self.policy.remasks)
+            step == self.last or bool(stopped[row]) or (status["masks"][row] == 0 and bool(finished[row]))
             for row, step in enumerate(steps)
         ]
         return over, int(sum(status["masks"]))
 
-    def fits(self, canvas: Canvas, longest: int) -> bool:
+    def end_at_strings(self, canvas: Canvas, rows: list[int]) -> tuple[list[int], int]:
+        """Which of these rows have written a stop string, and how many masks of theirs became EOS."""
+        ended, tokenizer, strings = [], self.choice.tokenizer, self.choice.stop_strings
+        assert tokenizer is not None
+        first_mask = torch.where(canvas.masked, canvas.place, self.length).amin(-1, keepdim=True)
+        beginning = canvas.response & (canvas.place < first_mask)
+        for row in rows:
+            text = tokenizer.decode(canvas.tokens[row, beginning[row]].tolist())
+            ended += [row] if any(string in text for string in strings) else []
+        slots = torch.tensor(ended, dtype=torch.long, device=canvas.row.device)
+        rest = canvas.masked & torch.isin(torch.arange(len(canvas), device=slots.device), slots)[:, None]
+        self._set(canvas, "tokens", torch.where(rest, self.choice.eos_ids[0], canvas.tokens))
+        self._set(canvas, "reveal_step", torch.where(rest, canvas.index[:, None] - 1, canvas.reveal_step))
+        self._set(canvas, "masked", canvas.masked & ~rest)
+        return ended, int(rest.sum())
+
+    def fits(self, canvas: Canvas, longest: int, allowed: Allowed | None) -> bool:
         """Whether what was compiled can take this batch."""
         found = (*canvas.tokens.shape, canvas.tokens.device, canvas.attention_mask is not None)
-        return longest <= self.longest and found == (self.batch, self.length, self.seed.device, self.padded)
+        shapes = [each.shape if isinstance(each, Tensor) else None for each in (self.allowed, allowed)]
+        return (
+            shapes[0] == shapes[1]
+            and longest <= self.longest
+            and found == (self.batch, self.length, self.seed.device, self.padded)
+        )
 
     def forget_draws(self) -> None:
         """The rows of the canvas have changed."""
@@ -129,10 +156,21 @@ class Stepper:
         at = self._read_at(canvas) if decision is None else decision.reveal
         wanted = self.wanted if decision is None else frozenset[str]()
         places = at.flatten().nonzero()[:, 0]  # waits for the device: before the pass, not behind it
-        hidden, unguided = self._passes(canvas)
+        rows, states = None, places  # which rows take part, and where in their hidden states the places are
+        if decision is not None and self.skips:
+            takes_part = at.any(-1)
+            rows = takes_part.nonzero()[:, 0]
+            states = (takes_part.cumsum(0) - 1)[places // self.length] * self.length + places % self.length
+            if not len(rows):  # nobody asks the denoiser
+                self.peaks = places, places.to(self.score_dtype)
+                self._settle(canvas, torch.empty(0), canvas.tokens, {}, decision, last)
+                return
+        hidden, unguided = self._passes(canvas, rows)
+        self.forwards += self.passes * len(hidden)
         if not self.chunk:
             self._measure(hidden)
-        parts = [self._read(canvas, hidden, unguided, part, wanted) for part in places.split(self.chunk)]  # type: ignore[no-untyped-call]
+        split = zip(places.split(self.chunk), states.split(self.chunk), strict=True)  # type: ignore[no-untyped-call]
+        parts = [self._read(canvas, hidden, unguided, part, state, wanted) for part, state in split]
         proposed, read = parts[0] if len(parts) == 1 else (torch.cat(each, dim=-1) for each in zip(*parts, strict=True))
         proposal, stats = canvas.tokens.flatten().scatter(0, places, proposed), {}
         self.peaks = None if wanted else (places, read[0])
@@ -177,17 +215,23 @@ class Stepper:
 
     # --- its parts ----------------------------------------------------------------------------------------------------
 
-    def _passes(self, canvas: Canvas) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [b, L, D] of the canvas, and for guidance those of the canvas with its prompt masked."""
-        hidden = self._hidden(canvas, canvas.tokens)
+    def _passes(self, canvas: Canvas, rows: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [b, L, D] of some rows or all, and for guidance those of the same with their prompt masked."""
+        tokens, response, attention_mask = canvas.tokens, canvas.response, canvas.attention_mask
+        if rows is not None and len(rows) < len(canvas):
+            tokens, response = tokens[rows], response[rows]
+            attention_mask = None if attention_mask is None else attention_mask[rows]
+        hidden = self._hidden(tokens, attention_mask)
         if not self.choice.guidance:
             return hidden, None
-        no_prompt = torch.where(canvas.response, canvas.tokens, self.denoiser.mask_token_id)
-        return hidden, self._hidden(canvas, no_prompt)
+        kept = response
+        for token in self.choice.cfg_keep_tokens:
+            kept = kept | (tokens == token)
+        return hidden, self._hidden(torch.where(kept, tokens, self.denoiser.mask_token_id), attention_mask)
 
-    def _hidden(self, canvas: Canvas, tokens: Tensor) -> Tensor:
+    def _hidden(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
         try:
-            return self.trunk(tokens, canvas.attention_mask)
+            return self.trunk(tokens, attention_mask)
         except IndexError as error:  # from a table of embeddings
             needed = f"its vocabulary must hold ids up to {int(tokens.max())}, its context {self.length} positions"
             raise UserError(f"the denoiser cannot look these tokens up: {needed}") from error
@@ -203,44 +247,70 @@ class Stepper:
         """Everything that depends on the vocabulary."""
         if not torch.is_tensor(hidden) or hidden.ndim != 3 or hidden.shape[1] != self.length:
             raise UserError(f"the denoiser's `hidden` must be [B, L, D] from tokens [B, L], got {_shape(hidden)}")
-        probe, eos, mask = self.denoiser.logits(hidden[0, :1]), self.choice.eos_token_id, self.denoiser.mask_token_id
+        probe, choice, mask = self.denoiser.logits(hidden[0, :1]), self.choice, self.denoiser.mask_token_id
         if not torch.is_tensor(probe) or probe.ndim != 2 or len(probe) != 1:
             raise UserError(f"{_LOGITS}, got {_shape(probe)} for M = 1")
         self.vocab_size = V = probe.shape[-1]
+        if isinstance(self.allowed, Tensor) and self.allowed.shape[-1] != V:
+            raise UserError(f"allowed is for {self.allowed.shape[-1]} tokens, and the denoiser writes {V}")
         device = probe.device
-        if eos is not None and (not 0 <= eos < V or eos == mask):
-            raise UserError(f"eos_token_id {eos} is not one of the {V} tokens that the denoiser writes")
-        self.masks_itself = mask < V  # then the mask token is one of the head's, and must never be written
-        self.mask = torch.tensor([mask], device=device)
+        for name, ids in (("eos_token_id", choice.eos_ids), ("suppress_tokens:", choice.suppress_tokens)):
+            for token in ids:
+                if not 0 <= token < V or token == mask:
+                    raise UserError(f"{name} {token} is not one of the {V} tokens that the denoiser writes")
+        # Where the mask token is one of the head's, it must never be written.
+        self.never = torch.tensor([*choice.suppress_tokens, *[mask] * (mask < V)], dtype=torch.long, device=device)
+        if len(set(self.never.tolist())) == V:
+            raise UserError("suppress_tokens holds every token: leave one out")
+        if choice.min_length:
+            self.is_eos = choice.is_eos(torch.arange(V, device=device))  # [V]
         self.score_dtype = torch.promote_types(probe.dtype, torch.float32)
         numbers = CHUNK.get(device.type, CHUNK["cuda"]) // (4 if self.choice.temperature else 1)  # sampling: float64
         self.chunk = max(1, numbers // V)
         if self.static:  # of the same shape whatever the responses; half a canvas, so that less is filled up
             self.chunk = min(self.chunk, -(-self.batch * self.length // 2))
-        if "change" in self.wanted:
+        if "change" in self.wanted or self.policy.fuses:
             self.previous = torch.zeros(self.batch, self.longest, V, dtype=self.score_dtype, device=device)
 
     def _read_at(self, canvas: Canvas) -> Tensor:
         """[b, L] bool: the positions that the rule looks at."""
-        return canvas.response & canvas.live[:, None] if self.policy.reads_revealed else canvas.masked
+        if self.policy.reads_revealed:
+            return canvas.response & canvas.live[:, None]
+        return self.policy.looks_at(canvas.masked, canvas.place)
 
     def _read(
-        self, canvas: Canvas, hidden: Tensor, unguided: Tensor | None, at: Tensor, wanted: frozenset[str]
+        self,
+        canvas: Canvas,
+        hidden: Tensor,
+        unguided: Tensor | None,
+        at: Tensor,  # [m]: places of the flattened canvas
+        states: Tensor,  # [m]: the same places of the flattened hidden states, which may be those of fewer rows
+        wanted: frozenset[str],
     ) -> tuple[Tensor, Tensor]:
-        """At the places `at` [m] of the flattened canvas: the proposal [m], and what is wanted [K, m] in alphabetical
-        order, or the largest logit [1, m] where nothing is."""
+        """The proposal [m] at each place, and what is wanted [K, m] in alphabetical order, or the largest logit [1, m]
+        where nothing is."""
         choice = self.choice
-        logits = self._logits(hidden, at)
+        logits = self._logits(hidden, states)
         if unguided is not None:
-            base, logits = full_precision(self._logits(unguided, at)), full_precision(logits)
+            base, logits = full_precision(self._logits(unguided, states)), full_precision(logits)
             guided = base + (1 + choice.guidance) * (logits - base)
             logits = torch.where(base == -torch.inf, logits, guided)  # a token that is impossible without the prompt
+        if choice.repetition_penalty != 1:
+            logits = penalised(logits, self._others(canvas, at), choice.repetition_penalty)
         if choice.min_length:
             early = (canvas.place.flatten()[at] < choice.min_length)[:, None]
-            is_eos = torch.arange(logits.shape[-1], device=logits.device) == choice.eos_token_id
-            logits = torch.where(early & is_eos, -torch.inf, logits)
-        if self.masks_itself:
-            logits = logits.index_fill(-1, self.mask, -torch.inf)
+            logits = torch.where(early & self.is_eos, -torch.inf, logits)
+        if len(self.never):
+            logits = logits.index_fill(-1, self.never, -torch.inf)
+        if choice.processors:
+            logits = self._processed(canvas, at, logits)
+        if self.allowed is not None:
+            logits = torch.where(self._is_allowed(canvas, at, logits), logits, -torch.inf)
+        if self.previous.numel():
+            kept = canvas.slot[at // self.length], canvas.place.flatten()[at].clamp(min=0)
+        if self.policy.fuses:  # at a sequence's first pass the slot holds another's
+            before = torch.where(canvas.index[at // self.length, None] == 0, 0.0, self.previous[kept])
+            logits, self.previous[kept] = self.policy.fuse(logits, before)
         peak, best = logits.max(-1)
         proposal = best
         if choice.temperature > 0:
@@ -254,7 +324,6 @@ class Stepper:
         if "log_current" in wanted:  # the mask token is no token: where it stands, nobody looks at this
             current = canvas.tokens.flatten()[at].clamp(max=logits.shape[-1] - 1)
         if "change" in wanted:
-            kept = canvas.slot[at // self.length], canvas.place.flatten()[at].clamp(min=0)
             previous = self.previous[kept]
             self.previous[kept] = log_p
         stats: dict[str, Tensor] = confidence(log_p, wanted, best, proposal, current, previous)  # type: ignore[assignment]
@@ -262,6 +331,50 @@ class Stepper:
             stats["change"] = torch.where(canvas.index[at // self.length] == 0, torch.inf, stats["change"])
         values = [stats[name] for name in sorted(wanted)]
         return proposal, torch.stack(values) if len(values) > 1 else values[0][None]
+
+    def _others(self, canvas: Canvas, at: Tensor) -> Tensor:
+        """[m, V]: how often each token stands in the sequence of each place [m], the place itself left out."""
+        tokens, V = self._without_padding(canvas), self.vocab_size
+        counts = torch.zeros(len(tokens), max(V, self.denoiser.mask_token_id + 1), dtype=torch.long, device=at.device)
+        counts.scatter_add_(-1, tokens, torch.ones_like(tokens))
+        elsewhere = counts[at // self.length]
+        return elsewhere.scatter_add(-1, tokens.flatten()[at][:, None], -torch.ones_like(at)[:, None])[:, :V]
+
+    def _processed(self, canvas: Canvas, at: Tensor, logits: Tensor) -> Tensor:
+        """Through the processors, which may look up the score of any token of the sequence, the mask token too."""
+        sequences, V = self._without_padding(canvas)[at // self.length], self.vocab_size
+        beyond = max(0, self.denoiser.mask_token_id + 1 - V)
+        scores = torch.nn.functional.pad(logits, (0, beyond), value=-torch.inf)
+        for processor in self.choice.processors:
+            given = processor(sequences, scores)
+            if not torch.is_tensor(given) or given.shape != scores.shape:
+                name = getattr(processor, "__name__", type(processor).__name__)
+                raise UserError(f"processor {name} must return scores {_shape(scores)} as it gets, not {_shape(given)}")
+            scores = given
+        return scores[:, :V].index_fill(-1, self.never, -torch.inf)
+
+    def _is_allowed(self, canvas: Canvas, at: Tensor, logits: Tensor) -> Tensor:
+        """[m, V] bool."""
+        row = at // self.length
+        if isinstance(self.allowed, Tensor):
+            column = canvas.column.flatten()[at]
+            return self.allowed[column] if self.allowed.ndim == 2 else self.allowed[canvas.row[row], column]
+        assert self.allowed is not None
+        positions = canvas.position.flatten()[at]
+        allowed = self.allowed(self._without_padding(canvas)[row], canvas.row[row], positions)
+        if not torch.is_tensor(allowed) or allowed.dtype != torch.bool or allowed.shape != logits.shape:
+            raise UserError(f"allowed must return booleans {_shape(logits)}, got {_shape(allowed)}")
+        empty = ~(allowed & (logits != -torch.inf)).any(-1)
+        if empty.any():
+            sequence, position = (int(each[empty][0]) for each in (canvas.row[row], positions))
+            raise UserError(f"no token is allowed at position {position} of sequence {sequence}")
+        return allowed
+
+    def _without_padding(self, canvas: Canvas) -> Tensor:
+        """[b, L], with the mask token on padding."""
+        if canvas.attention_mask is None:
+            return canvas.tokens
+        return torch.where(canvas.attention_mask, canvas.tokens, self.denoiser.mask_token_id)
 
     def _locate(self, canvas: Canvas) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """With static shapes: where to read, room for what is read, and which rows are at their last step.
@@ -285,7 +398,7 @@ class Stepper:
         self, canvas: Canvas, hidden: Tensor, unguided: Tensor | None, at: Tensor, proposal: Tensor, values: Tensor
     ) -> None:
         """`_read`, into the room that `_locate` made."""
-        proposal[at], read = self._read(canvas, hidden, unguided, at, self.wanted)
+        proposal[at], read = self._read(canvas, hidden, unguided, at, at, self.wanted)
         values[:, at] = read.to(values.dtype)
 
     def _decide(self, canvas: Canvas, last: Tensor | None, **seen: Any) -> Decision:
@@ -305,7 +418,7 @@ class Stepper:
         )
         rule = self.policy.key
         try:
-            decision = self.policy.decide(step)
+            decision = self.policy.decide(step if self.policy.holds_back else step.offered())
         except KeyError as missing:
             if missing.args[0] not in Confidence.__annotations__:
                 raise
@@ -332,18 +445,22 @@ class Stepper:
     ) -> None:
         """Decide, write, and say how it stands."""
         if decision is None:
-            decision = self._decide(canvas, last, hidden=hidden, stats=stats, proposal=proposal)
+            held_back = self.choice.is_eos(proposal) if self.choice.eos_last else None
+            decision = self._decide(canvas, last, hidden=hidden, stats=stats, proposal=proposal, held_back=held_back)
         reveal = decision.reveal
         masked = canvas.masked ^ reveal
         tokens = torch.where(reveal, proposal, canvas.tokens)
         reveal_step = torch.where(reveal, canvas.index[:, None], canvas.reveal_step)
+        written = reveal
+        if decision.edit is not None:
+            edit = self._revised(canvas, decision.edit, last)
+            written, tokens = reveal | edit, torch.where(edit, proposal, tokens)
+            reveal_step = torch.where(edit, canvas.index[:, None], reveal_step)
+            self._set(canvas, "revisions", canvas.revisions + (edit & (proposal != canvas.tokens)))
         if "log_proposal" in stats and self.keeps_log_reveal:
-            self._set(canvas, "log_reveal", torch.where(reveal, stats["log_proposal"], canvas.log_reveal))
+            self._set(canvas, "log_reveal", torch.where(written, stats["log_proposal"], canvas.log_reveal))
         if decision.remask is not None:
-            if not self.policy.remasks:
-                raise UserError(f"{self.policy.key} masks again what was revealed: it must declare `remasks = True`")
-            remask = decision.remask & canvas.response & ~canvas.masked & canvas.live[:, None]
-            remask = remask if last is None else remask & ~last
+            remask = self._revised(canvas, decision.remask, last)
             masked = masked | remask
             tokens = torch.where(remask, self.denoiser.mask_token_id, tokens)
             self._set(canvas, "revisions", canvas.revisions + remask)
@@ -355,11 +472,11 @@ class Stepper:
             self._set(canvas.memory, name, kept)
         status = {}
         if self.choice.stop_at_eos:
-            is_eos = canvas.response & ~masked & (tokens == self.choice.eos_token_id)
+            is_eos = canvas.response & ~masked & self.choice.is_eos(tokens)
             before = masked & (is_eos.cumsum(-1) == 0)  # masks with no EOS to their left
             stopped = masked.any(-1) & ~before.any(-1)
             rest = masked & stopped[:, None]
-            tokens = torch.where(rest, torch.full_like(tokens, self.choice.eos_token_id or 0), tokens)
+            tokens = torch.where(rest, torch.full_like(tokens, self.choice.eos_ids[0]), tokens)
             reveal_step = torch.where(rest, canvas.index[:, None], reveal_step)
             masked = masked & ~rest
             status["stopped"] = stopped
@@ -369,15 +486,29 @@ class Stepper:
         else:
             sound = (0 * next(stats[name] for name in _FINITE if name in stats)).sum(-1)
         status |= {"masks": masked.sum(-1), "logits": sound}
+        if decision.finished is not None:
+            status["finished"] = decision.finished
         if decision.scores is not None:
             asked = canvas.masked if last is None else canvas.masked & ~last
             status["scores"] = (0 * torch.where(asked, decision.scores, 0.0)).sum(-1)
         self._set(canvas, "tokens", tokens)
         self._set(canvas, "reveal_step", reveal_step)
         self._set(canvas, "masked", masked)
+        if self.skips:
+            needed = reveal.any(-1)
+            if self.policy.reads:  # all but those that the last step leaves nothing to reveal
+                needed = canvas.live if last is None else canvas.live & (needed | ~last[:, 0])
+            self._set(canvas, "passes", canvas.passes + needed)
         self._set(canvas, "index", canvas.index + (canvas.live if self.static else 1))
         self._set(self, "status", torch.stack(list(status.values())))
         self.status_names = tuple(status)
+
+    def _revised(self, canvas: Canvas, where: Tensor, last: Tensor | None) -> Tensor:
+        """[b, L] bool: what a rule may mask again or edit of what it names; nothing at the last step."""
+        if not self.policy.remasks:
+            raise UserError(f"{self.policy.key} masks again what was revealed: it must declare `remasks = True`")
+        where = where & canvas.response & ~canvas.masked & canvas.live[:, None]
+        return where if last is None else where & ~last
 
     def _set(self, holder: Any, name: str, value: Tensor) -> None:
         """Eagerly a new tensor, with static shapes in place: a CUDA graph knows addresses."""

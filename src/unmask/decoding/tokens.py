@@ -1,18 +1,32 @@
-"""Which token a position gets: greedy, temperature, top-k, top-p, guidance, and what is done about the end of sequence.
+"""Which token a position gets: greedy, temperature, top-k, top-p, guidance, what is forbidden, and where it ends.
 
 Position choice is another matter (`policies`).  Rules read the denoiser's own distribution p_n.  Temperature, top-k and
-top-p only sample the proposal x_n from it.  Guidance and a forbidden EOS change p_n itself.
+top-p only sample the proposal x_n from it.  All else changes the logits, and with them p_n itself, in this order:
+guidance, repetition_penalty, what is forbidden (suppress_tokens, EOS before min_length), processors, and the tokens
+allowed per position (`unmask.generate`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from unmask.errors import require
+
+Processor = Callable[[Tensor, Tensor], Tensor]  # (input_ids [m, L], scores [m, V]) -> scores [m, V]
+# bool [L, V] or [B, L, V], or a function (sequences [m, L], rows [m], positions [m]) -> bool [m, V]
+Allowed = Tensor | Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Decodes(Protocol):
+    """The one thing that is asked of a tokenizer."""
+
+    def decode(self, token_ids: list[int], /) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -22,17 +36,35 @@ class TokenChoice:
     temperature: 0 takes the most probable token, 1 samples from the denoiser's own distribution.
     top_k, top_p: sample among the k most probable (0: all), then among the fewest of those that hold p of the mass.
     guidance: w > 0 adds a pass with the prompt masked, and reads  un + (1 + w) (cond - un)  for the logits.
+    cfg_keep_tokens: tokens of the prompt that guidance does not mask, such as those of a chat template (dLLM).
+    eos_token_id: the end of sequence, or several; what is filled up is filled with the first.
     min_length: EOS is forbidden at the first `min_length` positions of the response.
     stop_at_eos: a sequence whose remaining masks all lie behind a revealed EOS is finished; they become EOS.
+    eos_last: a mask whose proposal is EOS is not offered to the rule while there is another (inside `blocks`, another
+        in the block): what LLaDA's `confidence_eos_eot_inf` is for.  Not with rules that re-mask or read nothing.
+    suppress_tokens: never written.
+    repetition_penalty: r divides a positive logit and multiplies a negative one of every token that stands anywhere
+        else in the sequence, prompt included (Hugging Face's definition).
+    stop_strings: a sequence is finished when the text of its response up to the first mask holds one of them; the
+        masks left become EOS.  Needs a tokenizer: anything with `decode(token_ids)`.
+    processors: Hugging Face's LogitsProcessor: called with the sequence [m, L] and the scores [m, V] of m positions.
+        Masks and padding are the mask token in it.  Not compiled.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     guidance: float = 0.0
-    eos_token_id: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
     min_length: int = 0
     stop_at_eos: bool = False
+    eos_last: bool = False
+    suppress_tokens: Sequence[int] = ()
+    repetition_penalty: float = 1.0
+    stop_strings: str | Sequence[str] = ()
+    tokenizer: Decodes | None = None
+    processors: Sequence[Processor] = ()
+    cfg_keep_tokens: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         for name in ("top_k", "min_length"):
@@ -44,20 +76,50 @@ class TokenChoice:
             finite = name == "top_p" or 0 <= value < float("inf")
             require(finite, f"{name} must not be negative and must be finite, got {value}")
         eos = self.eos_token_id
-        require(eos is None or type(eos) is int, f"eos_token_id must be a whole number, got {eos!r}")
+        whole = (
+            type(eos) is int or eos is None or (isinstance(eos, Sequence) and all(type(each) is int for each in eos))
+        )
+        require(whole, f"eos_token_id must be a whole number or several, got {eos!r}")
+        for name in ("suppress_tokens", "cfg_keep_tokens"):
+            given = getattr(self, name)
+            whole = isinstance(given, Iterable) and all(type(token) is int and token >= 0 for token in given)
+            require(whole, f"{name} must be token ids, got {given!r}")
+        penalty = self.repetition_penalty
+        sound = isinstance(penalty, Real) and 0 < penalty < float("inf")
+        require(sound, f"repetition_penalty must be above 0, got {penalty!r}")
+        strings = [self.stop_strings] if isinstance(self.stop_strings, str) else list(self.stop_strings)
+        require(all(isinstance(each, str) and each for each in strings), f"stop_strings must be texts, got {strings!r}")
+        object.__setattr__(self, "stop_strings", tuple(strings))
+        needs = "stop_strings need a tokenizer, anything with decode(token_ids): give tokenizer"
+        require(not strings or hasattr(self.tokenizer, "decode"), needs)
+        require(all(callable(each) for each in self.processors), "processors must be functions (input_ids, scores)")
+        require(not self.cfg_keep_tokens or self.guidance > 0, "cfg_keep_tokens needs guidance: give it above 0")
         require(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p}")
         require(self.top_k >= 0, f"top_k must be 0 (all tokens) or more, got {self.top_k}")
         require(self.min_length >= 0, f"min_length must not be negative, got {self.min_length}")
-        needs_eos = self.min_length or self.stop_at_eos
-        require(eos is not None or not needs_eos, "min_length and stop_at_eos need an EOS token: give eos_token_id")
+        needs_eos = self.min_length or self.stop_at_eos or self.eos_last or strings
+        what = "min_length, stop_at_eos, eos_last and stop_strings"
+        require(bool(self.eos_ids) or not needs_eos, f"{what} need an EOS token: give eos_token_id")
         samples = self.top_p < 1 or self.top_k
         require(self.temperature > 0 or not samples, "top_p and top_k choose among samples: give a temperature above 0")
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        eos = self.eos_token_id
+        return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+    def is_eos(self, tokens: Tensor) -> Tensor:
+        """bool, of any shape."""
+        found = tokens == self.eos_ids[0]
+        for other in self.eos_ids[1:]:
+            found = found | (tokens == other)
+        return found
 
     @property
     def eos_policy(self) -> str:
         """What records say: `none`, `min-length:20`, `stop`, or `min-length:20,stop`."""
         parts = [f"min-length:{self.min_length}"] * bool(self.min_length) + ["stop"] * self.stop_at_eos
-        return ",".join(parts) or "none"
+        return ",".join(parts + ["last"] * self.eos_last) or "none"
 
     def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
         """Tokens [M] at a temperature above 0 from logits [M, V] and one uniform each [M], by inverse CDF.
@@ -76,6 +138,11 @@ class TokenChoice:
         before = p.cumsum(-1) - p  # a token is kept while those before it hold less than top_p
         p = torch.where(before < self.top_p, p, 0.0)
         return order.gather(-1, inverse_cdf(p, uniforms)[:, None])[:, 0]
+
+
+def penalised(logits: Tensor, others: Tensor, penalty: float) -> Tensor:
+    """repetition_penalty: logits [m, V]; others [m, V]: how often a token stands elsewhere in the sequence."""
+    return torch.where(others > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def inverse_cdf(p: Tensor, uniforms: Tensor) -> Tensor:

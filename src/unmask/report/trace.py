@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
 from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.generate import Engine
@@ -52,20 +51,6 @@ class Writing:
     result: list[Span]
     num_steps: int
     valid: bool | None  # None where nothing can tell
-
-
-class _Watched:
-    """A denoiser that keeps the canvas [L] of every pass over one sequence."""
-
-    def __init__(self, denoiser: AnyDenoiser) -> None:
-        self.denoiser, self.mask_token_id, self.passes = denoiser, denoiser.mask_token_id, list[Any]()
-
-    def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        self.passes.append(tokens[0].clone().cpu())
-        return self.denoiser.hidden(tokens, attention_mask)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.denoiser.logits(hidden)
 
 
 def sample(
@@ -148,21 +133,23 @@ def write(
     given: a prompt to generate for instead; the example is then a number that names the random draws.
     device: that of the networks.
     """
-    ids, mask, watched = torch.tensor([example]), denoiser.mask_token_id, _Watched(denoiser)
+    ids, mask = torch.tensor([example]), denoiser.mask_token_id
     truth = task.examples(ids, "test") if given is None else task.prompted(given)
     check_no_mask(truth, mask, task.text)
     canvas = torch.where(truth.response, mask, truth.tokens)
-    engine = Engine(watched, rule, budget, choice)
-    out = engine.generate(canvas.to(device), seed=seed, ids=ids, attention_mask=truth.attention_mask.to(device))
-    tokens, steps = out.tokens.cpu(), out.reveal_step.cpu()
+    engine = Engine(denoiser, rule, budget, choice)
+    out = engine.generate(
+        canvas.to(device), seed=seed, ids=ids, attention_mask=truth.attention_mask.to(device), history=True
+    )
+    assert out.history is not None
+    tokens, steps, history = out.tokens.cpu(), out.reveal_step.cpu(), out.history.cpu()
     here, response = out.attention_mask[0].cpu(), truth.response[0]
     prompt = here & ~response
     # The prompt of a text is shown as a question, without the tokens; one that stands around the response, with them.
     is_question = task.text_tokenizer is not None and not (prompt & (response.cumsum(-1) > 0)).any()
     shown = response if is_question else here
-    canvases = [seen[: here.sum()] for seen in watched.passes] + [tokens[0][here]]  # without padding
-    frames, when = [], torch.full_like(canvases[0], PROMPT)
-    for i, (before, after) in enumerate(pairwise(canvases)):
+    frames, when = [], torch.full_like(tokens[0][here], PROMPT)
+    for i, (before, after) in enumerate(pairwise(history[0, :, here])):  # without padding
         when = torch.where((before == mask) & (after != mask), i, when)
         seen = torch.where(after == mask, len(task.vocabulary), after)  # the mask may be one of the task's tokens
         frames.append(spans(task, seen[shown[here]].tolist(), when[shown[here]].tolist()))

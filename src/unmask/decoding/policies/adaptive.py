@@ -8,14 +8,19 @@ from dataclasses import KW_ONLY, dataclass, field
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.rule import Decision, Policy, Step, as_text, descending, first, highest
+from unmask.decoding.policies.rule import (
+    Decision,
+    Policy,
+    Step,
+    above,
+    as_text,
+    descending,
+    first,
+    highest,
+    rounding,
+)
 from unmask.decoding.policies.scheduled import ByConfidence, ConfidenceKind, LeftToRight, Ranked, TopProbability
 from unmask.errors import require
-
-
-def rounding(values: Tensor) -> float:
-    """What is equal up to this is equal: p = 0.9 comes out of a softmax as 0.9 minus a rounding."""
-    return 8 * torch.finfo(values.dtype).eps
 
 
 def prefix(order: Tensor, fits: Tensor) -> Tensor:
@@ -91,6 +96,7 @@ class EntropyBounded(Policy):
         require(0 <= self.gamma < float("inf"), f"eb: gamma must not be negative, got {self.gamma}")
         allowed = isinstance(self.order, Ranked) and not isinstance(self.order, LeftToRight)
         require(allowed, f"eb orders by top-prob, margin or entropy, not by {as_text(self.order)}")
+        require(self.order.count == "even", "eb reveals as many as its bound allows: leave count out of its order")
 
     @property
     def reads(self) -> frozenset[str]:
@@ -114,6 +120,7 @@ class KLStable(ByConfidence):
     """
 
     key = "klass"
+    reads_ahead = True
     tau: float = 0.9
     eps: float = 0.01
     h: int = 2
@@ -136,7 +143,82 @@ class KLStable(ByConfidence):
     def decide(self, step: Step) -> Decision:
         log_c = self.log_c(step)
         stable = torch.where(step.stats["change"] < self.eps, step.memory["stable"] + 1, 0)
-        log_tau = math.log(self.tau) if self.tau else -math.inf
-        sure = step.masked & (log_c > log_tau + rounding(log_c)) & (stable >= self.h)
+        sure = step.masked & above(log_c, self.tau) & (stable >= self.h)
         counted = highest(log_c, step.masked, step.count())
         return Decision(torch.where(sure.any(-1, keepdim=True), sure, counted), memory={"stable": stable})
+
+
+@dataclass(frozen=True)
+class Credit(ByConfidence):
+    """`threshold` on fused logits: + alpha log(1 + C_n), C_n the decayed votes of the passes (CreditDecoding).
+
+    At every pass, for every mask of the response:  C_n <- beta C_n,  C_n(v) += p_n(v)^gamma at v = arg max p_n.
+    It keeps C_n: N x V floats a sequence.
+    """
+
+    key = "credit"
+    reads_ahead = True
+    threshold: float = 0.9
+    alpha: float = 0.7
+    beta: float = 0.8
+    gamma: float = 0.2
+    _: KW_ONLY
+    confidence: ConfidenceKind = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 < self.threshold <= 1, f"credit: threshold must be above 0 and at most 1, got {self.threshold}")
+        sound = min(self.alpha, self.gamma) >= 0 and 0 <= self.beta < 1
+        require(sound, "credit: alpha and gamma must not be negative, beta at least 0 and below 1")
+
+    @property
+    def fuses(self) -> bool:
+        return True
+
+    def fuse(self, logits: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        log_top, best = logits.log_softmax(-1, dtype=kept.dtype).max(-1, keepdim=True)
+        credit = (self.beta * kept).scatter_add(-1, best, (self.gamma * log_top).exp())
+        return logits + self.alpha * credit.log1p(), credit
+
+    def decide(self, step: Step) -> Decision:
+        return Threshold(self.threshold, confidence=self.confidence).decide(step)
+
+
+@dataclass(frozen=True)
+class Prophet(Policy):
+    """Everything once g >= 7.5, 5 or 2.5 at progress (i+1)/S < 1/3, < 2/3 or later; until then the order with k_i.
+
+    g = mean of (first - second logit) over the answer: the `size` response positions from place `start` on (size 0: all
+    from there on), revealed or not (Li et al. 2025).
+    """
+
+    key = "prophet"
+    reads_revealed = True
+    start: int = 0
+    size: int = 0
+    _: KW_ONLY
+    order: Ranked = field(default_factory=TopProbability)
+
+    def __post_init__(self) -> None:
+        whole = all(type(value) is int and value >= 0 for value in (self.start, self.size))
+        require(whole, f"prophet: start and size must be 0 or more, got {self.start!r} and {self.size!r}")
+        require(isinstance(self.order, Ranked), f"prophet needs an order such as margin, not {as_text(self.order)}")
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return self.order.reads | {"gap"}
+
+    def check(self, max_steps: int, num_response: Tensor) -> None:
+        smallest = int(num_response.min())
+        require(self.start < smallest, f"prophet: a response of {smallest} tokens has no place {self.start}")
+
+    def decide(self, step: Step) -> Decision:
+        place = step.place()
+        answer = step.response & (place >= self.start)
+        if self.size:
+            answer = answer & (place < self.start + self.size)
+        g = torch.where(answer, step.stats["gap"], 0.0).sum(-1) / answer.sum(-1)
+        done = 3 * (step.index + 1)  # three times the progress, in steps
+        bar = torch.where(done < step.max_steps, 7.5, torch.where(done < 2 * step.max_steps, 5.0, 2.5))
+        sure = (g >= bar - rounding(g))[:, None]
+        return Decision(step.masked & (sure | self.order.decide(step).reveal))

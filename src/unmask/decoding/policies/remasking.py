@@ -1,4 +1,5 @@
-"""Rules that may mask again what was revealed.  They run all S = max_steps steps."""
+"""Rules that may mask again or replace what was revealed.  They run all S = max_steps steps, or until they say that a
+sequence is finished."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.rule import Decision, Policy, Step, highest
+from unmask.decoding.policies.rule import Decision, Policy, Step, above, highest, rounding
 from unmask.errors import require
 
 
@@ -126,3 +127,80 @@ class ReMDMConf(_ReMDM):
         score = torch.where(revealed, -step.log_reveal.double().exp(), -torch.inf)
         share = torch.where(revealed, score.softmax(-1), 0.0)  # a row with nothing revealed is NaN before `where`
         return sigma_max * share
+
+
+@dataclass(frozen=True)
+class JointThreshold(Policy):
+    """All masks with c_n > tau, else the best; a revealed token becomes x_n where that differs and p_n(x_n) > tau_e.
+
+    After the last mask it goes on until a pass changes nothing, or for 16 passes (LLaDA2.1).
+    """
+
+    key = "joint-threshold"
+    remasks = reads_revealed = True
+    reads = frozenset({"log_top", "log_proposal"})
+    MOST = 16  # passes after the last mask
+    tau: float = 0.7
+    tau_e: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("tau", "tau_e"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"joint-threshold: {name} must be at least 0 and below 1, got {value}")
+
+    def init_state(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
+        return {"after": torch.zeros(rows, dtype=torch.long, device=device)}  # passes without a mask
+
+    def decide(self, step: Step) -> Decision:
+        log_c, log_p = step.stats["log_top"], step.stats["log_proposal"]
+        sure = step.masked & above(log_c, self.tau)
+        best = highest(log_c, step.masked, torch.ones_like(step.index))
+        revealed = step.response & ~step.masked
+        edit = revealed & (step.proposal != step.tokens) & above(log_p, self.tau_e)
+        full = ~step.masked.any(-1)
+        after = step.memory["after"] + full
+        finished = full & (~edit.any(-1) | (after >= self.MOST))
+        return Decision(sure | best, edit=edit, finished=finished, memory={"after": after})
+
+
+@dataclass(frozen=True)
+class Saber(Policy):
+    """Masks with p_n(x_n) above the mean of p(x) at the reveals so far, at least the n best; then some are doubted.
+
+    Of what is revealed now or before, the max(n div 2, ceil(r / mu)) positions, at most r - 1, whose p(x) has fallen
+    most since the pass before are masked again, r being the number of reveals (Saber; p(x) is that of the proposal,
+    also where a token stands, and 0 before the first pass).  A sequence without masks is finished.
+    """
+
+    key = "saber"
+    remasks = reads_revealed = True
+    reads = frozenset({"log_proposal"})
+    n: int = 2
+    mu: int = 8
+
+    def __post_init__(self) -> None:
+        whole = all(type(value) is int and value >= 1 for value in (self.n, self.mu))
+        require(whole, f"saber: n and mu must be at least 1, got {self.n!r} and {self.mu!r}")
+
+    def init_state(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
+        p = torch.zeros(rows, length, dtype=torch.float64, device=device)
+        return {"before": p, "at_reveal": torch.full_like(p, -1.0)}  # -1: never revealed
+
+    def decide(self, step: Step) -> Decision:
+        p, at_reveal = step.stats["log_proposal"].double().exp(), step.memory["at_reveal"]
+        known = at_reveal >= 0
+        mean = torch.where(known, at_reveal, 0.0).sum(-1) / known.sum(-1).clamp(min=1)
+        mean = torch.where(known.any(-1), mean, 1.0)[:, None]
+        sure = step.masked & (p > mean + rounding(step.stats["log_proposal"]))
+        few = (sure.sum(-1) < self.n)[:, None]
+        reveal = torch.where(few, highest(p, step.masked, torch.full_like(step.index, self.n)), sure)
+        r = reveal.sum(-1).clamp(min=self.n)
+        full = (step.masked == reveal).all(-1)  # nothing is left, and nothing is doubted
+        doubts = torch.minimum((-(-r // self.mu)).clamp(min=self.n // 2), r - 1) * ~full
+        written = step.response & ~(step.masked & ~reveal)
+        doubted = highest(step.memory["before"] - p, written, doubts)
+        memory = {
+            "before": torch.where(step.response, p, 0.0),
+            "at_reveal": torch.where(reveal, p, at_reveal),
+        }
+        return Decision(reveal & ~doubted, remask=doubted & ~step.masked, finished=full, memory=memory)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from unmask.decoding.confidence import FEATURES, Confidence, features
-from unmask.decoding.schedules import reveal_count
+from unmask.decoding.schedules import CountKind, reveal_count
 from unmask.errors import UserError, require
 from unmask.variational.selection import Selection
 
@@ -34,10 +35,19 @@ class Step:
     stats: Confidence = field(default_factory=lambda: Confidence())  # [b, L] each: what the rule declares in `reads`
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))  # [b, L, D]
     log_reveal: Tensor = field(default_factory=lambda: torch.empty(0))  # [b, L]: log p(x_n) when n was revealed
+    held_back: Tensor | None = None  # [b, L] bool: to be revealed after all others (`eos_last`); None: nothing
 
-    def count(self) -> Tensor:
+    def offered(self) -> Step:
+        """Without the masks that are held back, where there are others."""
+        if self.held_back is None:
+            return self
+        others = self.masked & ~self.held_back
+        return replace(self, masked=torch.where(others.any(-1, keepdim=True), others, self.masked), held_back=None)
+
+    def count(self, kind: CountKind = "even") -> Tensor:
         """k_i [b]."""
-        return reveal_count(self.num_response, self.index, self.max_steps)
+        masks = self.masked.sum(-1) if kind != "even" else 0
+        return reveal_count(self.num_response, self.index, self.max_steps, kind, masks)
 
     def place(self) -> Tensor:
         """j [b, L]: which response position of its sequence each one is, from 0; meaningless outside the response."""
@@ -45,13 +55,15 @@ class Step:
 
 
 class Decision(NamedTuple):
-    """What a rule answers.  `reveal` counts where masked, `remask` where revealed; the rest is ignored."""
+    """What a rule answers.  `reveal` counts where masked, `remask` and `edit` where revealed; the rest is ignored."""
 
     reveal: Tensor  # [b, L] bool
     remask: Tensor | None = None  # [b, L] bool
     nothing_selected: Tensor | None = None  # [b] bool: rows in which a selector chose nothing and the rule fell back
     scores: Tensor | None = None  # [b, L]: a network's; the loop refuses them where masked and not finite
     memory: dict[str, Tensor] | None = None  # what to keep for the next step
+    edit: Tensor | None = None  # [b, L] bool: the proposal takes the place of the token; counted as a revision
+    finished: Tensor | None = None  # [b] bool: rows of a rule that re-masks which are over once they hold no mask
 
 
 RULES: dict[str, type[Policy]] = {}  # every rule by its key, in the order of definition
@@ -66,8 +78,10 @@ class Policy:
     """
 
     key: ClassVar[str]
-    remasks: ClassVar[bool] = False  # then it runs all S steps
+    remasks: ClassVar[bool] = False  # it masks again or edits: it runs all S steps, or until it says `finished`
     reads_revealed: ClassVar[bool] = False  # it also looks at what is already revealed: the whole response is projected
+    holds_back: ClassVar[bool] = False  # it applies `Step.offered` itself, to a part of the response
+    reads_ahead: ClassVar[bool] = False  # inside `blocks` it also looks at the masks of the blocks to come
 
     def __init_subclass__(cls) -> None:
         if "key" in vars(cls):
@@ -81,6 +95,24 @@ class Policy:
         """The keys of `Confidence` that it looks at.  None: it decides before the pass, and only what it reveals is
         projected to the vocabulary."""
         return frozenset()
+
+    @property
+    def most_read(self) -> int | None:
+        """The most masks of a sequence that `looks_at` gives; None: any number."""
+        return None
+
+    @property
+    def fuses(self) -> bool:
+        """Whether `fuse` changes p_n itself; the loop keeps N x V numbers a sequence for it."""
+        return False
+
+    def fuse(self, logits: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """What takes the place of the denoiser's logits [m, V], and what to keep of it; `kept` [m, V] is 0 at first."""
+        raise NotImplementedError
+
+    def looks_at(self, masked: Tensor, place: Tensor) -> Tensor:
+        """[b, L] bool: the masks that it looks at or may reveal now; `place` [b, L] is that of `Step.place`."""
+        return masked
 
     @property
     def name(self) -> str:
@@ -199,3 +231,13 @@ def highest(score: Tensor, among: Tensor, count: Tensor) -> Tensor:
     """[b, L] bool: the `count` [b] positions `among` [b, L] with the largest score, ties to the leftmost."""
     lowest = torch.finfo(score.dtype).min  # a position that counts is above all others, even with a score of -inf
     return among & first(descending(score.clamp(min=lowest), among), count)
+
+
+def rounding(values: Tensor) -> float:
+    """What is equal up to this is equal: p = 0.9 comes out of a softmax as 0.9 minus a rounding."""
+    return 8 * torch.finfo(values.dtype).eps
+
+
+def above(log_p: Tensor, bar: float) -> Tensor:
+    """bool: p > bar, and not by a rounding."""
+    return log_p > (math.log(bar) if bar else -math.inf) + rounding(log_p)

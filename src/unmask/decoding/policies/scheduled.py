@@ -1,8 +1,7 @@
 """As many masks as the schedule says, whatever the denoiser is sure of.
 
-iid reveals each of them with the same probability; the others reveal the k_i with the largest score,
-
-    k_i = N div S, plus one for the first N mod S steps,      S = max_steps.
+iid reveals each of them with the same probability; the others reveal the k_i with the largest score, where `count` says
+what k_i is: even (LLaDA), floor (Dream, SMDM) or cosine (MaskGIT), see `schedules.reveal_count`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unmask.decoding.policies.rule import Decision, Policy, Step, as_text, descending, first, highest
+from unmask.decoding.schedules import CountKind
 from unmask.errors import require
 
 ConfidenceKind = Literal["max", "sampled"]  # c_n = max_v p_n(v), or p_n(x_n) of the token proposed
@@ -50,6 +50,11 @@ class ByConfidence(Policy):
 class Ranked(Policy):
     """Reveals the k_i masks with the largest score.  Rules that need an order take one of these."""
 
+    count: CountKind
+
+    def __post_init__(self) -> None:
+        check_count(self.count)
+
     def score(self, step: Step) -> Tensor:
         """[b, L]: the largest are revealed first."""
         raise NotImplementedError
@@ -59,7 +64,7 @@ class Ranked(Policy):
         return self.score(step)
 
     def decide(self, step: Step) -> Decision:
-        return Decision(first(descending(self.score(step), step.masked), step.count()))
+        return Decision(first(descending(self.score(step), step.masked), step.count(self.count)))
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,11 @@ class TopProbability(ByConfidence, Ranked):
     key = "top-prob"
     _: KW_ONLY
     confidence: ConfidenceKind = "max"
+    count: CountKind = "even"
+
+    def __post_init__(self) -> None:
+        ByConfidence.__post_init__(self)
+        Ranked.__post_init__(self)
 
     def score(self, step: Step) -> Tensor:
         return self.log_c(step)
@@ -83,6 +93,8 @@ class Margin(Ranked):
 
     key = "margin"
     reads = frozenset({"margin"})
+    _: KW_ONLY
+    count: CountKind = "even"
 
     def score(self, step: Step) -> Tensor:
         return step.stats["margin"]
@@ -94,6 +106,8 @@ class Entropy(Ranked):
 
     key = "entropy"
     reads = frozenset({"entropy"})
+    _: KW_ONLY
+    count: CountKind = "even"
 
     def score(self, step: Step) -> Tensor:
         return -step.stats["entropy"]
@@ -104,6 +118,8 @@ class LeftToRight(Ranked):
     """The k_i leftmost masks: the autoregressive limit."""
 
     key = "left-to-right"
+    _: KW_ONLY
+    count: CountKind = "even"
 
     def score(self, step: Step) -> Tensor:
         return -step.place().double()
@@ -113,6 +129,7 @@ class LeftToRight(Ranked):
 class Stochastic(Policy):
     """k_i masks drawn without replacement with weights softmax(score / temperature) (Dream's `alg_temp`).
 
+    k_i is that of the order: `stochastic(entropy(count=floor),0.1)`.
     By Gumbel-top-k: the k largest of  score_n / temperature - log(-log u_n)  are such a draw.
     """
 
@@ -131,7 +148,26 @@ class Stochastic(Policy):
     def decide(self, step: Step) -> Decision:
         u = step.uniforms()[:, :-1]
         perturbed = self.order.weight(step).double() / self.temperature - torch.log(-torch.log(u))
-        return Decision(highest(perturbed, step.masked, step.count()))
+        return Decision(highest(perturbed, step.masked, step.count(self.order.count)))
+
+
+@dataclass(frozen=True)
+class Random(Policy):
+    """k_i masks, uniformly (LLaDA's `random`)."""
+
+    key = "random"
+    _: KW_ONLY
+    count: CountKind = "even"
+
+    def __post_init__(self) -> None:
+        check_count(self.count)
+
+    def decide(self, step: Step) -> Decision:
+        return Decision(highest(step.uniforms()[:, :-1], step.masked, step.count(self.count)))
+
+
+def check_count(count: str) -> None:
+    require(count in ("even", "floor", "cosine"), f"count must be even, floor or cosine, got {count!r}")
 
 
 def check_temperature(rule: str, temperature: float) -> None:

@@ -31,23 +31,46 @@ class Blocks(Policy):
     """A rule inside ceil(N / size) blocks of the response, left to right (LLaDA's semi-autoregressive decoding).
 
     b blocks get S div b steps each, one more for the first S mod b; the rule sees the block as its whole response, with
-    its own i, S and N; its memory and what the denoiser said cover all masks.  A block that finishes early starts the
-    next at once.
+    its own i, S and N; its memory covers the whole response.  A block that finishes early starts the next at once.
+    Only the current block's masks are projected to the vocabulary, or all where the rule declares `reads_ahead`.
     """
 
     key = "blocks"
+    holds_back = True
     size: int
     inner: Policy
 
     def __post_init__(self) -> None:
         require(type(self.size) is int and self.size >= 1, f"blocks: the size must be at least 1, got {self.size!r}")
         require(isinstance(self.inner, Policy), f"blocks needs a rule such as margin, not {self.inner!r}")
-        inside = not (self.inner.remasks or isinstance(self.inner, Blocks | NetworkPolicy))
-        require(inside, f"blocks cannot hold {self.inner.name}: give a rule that never re-masks and needs no network")
+        revises = self.inner.remasks or self.inner.reads_revealed
+        inside = not (revises or isinstance(self.inner, Blocks | NetworkPolicy))
+        wanted = "give one that never re-masks, reads masks only and needs no network"
+        require(inside, f"blocks cannot hold {self.inner.name}: {wanted}")
 
     @property
     def reads(self) -> frozenset[str]:
         return self.inner.reads
+
+    @property
+    def most_read(self) -> int | None:
+        return None if self.inner.reads_ahead else self.size
+
+    @property
+    def fuses(self) -> bool:
+        return self.inner.fuses
+
+    def fuse(self, logits: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner.fuse(logits, kept)
+
+    def looks_at(self, masked: Tensor, place: Tensor) -> Tensor:
+        return masked if self.inner.reads_ahead else masked & self._current(masked, place)[1]
+
+    def _current(self, masked: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+        """Which block is written now [b], that of the leftmost mask, and where it is [b, L]."""
+        block = place // self.size
+        current = torch.where(masked, block, block.shape[-1]).amin(-1)
+        return current, block == current[:, None]
 
     def check(self, max_steps: int, num_response: Tensor) -> None:
         size, smallest, largest = self.size, int(num_response.min()), int(num_response.max())
@@ -62,16 +85,14 @@ class Blocks(Policy):
         return {"block": block, "used": torch.zeros_like(block)} | self.inner.init_state(rows, length, device)
 
     def decide(self, step: Step) -> Decision:
-        block = step.place() // self.size  # [b, L]
-        current = torch.where(step.masked, block, block.shape[-1]).amin(-1)  # [b]: that of the leftmost mask
+        current, inside = self._current(step.masked, step.place())
         used = torch.where(current == step.memory["block"], step.memory["used"], 0)
         blocks = (step.num_response + self.size - 1) // self.size
         steps = step.max_steps // blocks + (current < step.max_steps % blocks).long()
-        inside = step.response & (block == current[:, None])
+        inside = step.response & inside
         masked = step.masked & inside
-        decision = self.inner.decide(
-            replace(step, index=used, max_steps=steps, masked=masked, response=inside, num_response=inside.sum(-1))
-        )
+        here = replace(step, index=used, max_steps=steps, masked=masked, response=inside, num_response=inside.sum(-1))
+        decision = self.inner.decide(here.offered())
         last = (used >= steps - 1)[:, None]
         memory = (decision.memory or {}) | {"block": current, "used": used + 1}
         return decision._replace(reveal=masked & (decision.reveal | last), memory=memory)
