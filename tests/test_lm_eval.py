@@ -114,6 +114,7 @@ def test_a_mistake_is_one_line(folder, monkeypatch, capsys):
 
     for arguments, more, message in (
         ("policy=margni", {}, "unmask: unknown policy 'margni'; did you mean 'margin'?"),
+        ("polcy=iid", {}, "unmask: no model argument 'polcy'; did you mean 'policy'?"),
         ("policy=iid", {"batch_size": "auto"}, "unmask: batch_size must be a whole number from 1 on, got 'auto'"),
     ):
         made = partial(lm_eval.UnmaskLM.create_from_arg_string, f"pretrained={folder}/pairs,{arguments}", more)

@@ -17,7 +17,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from unmask.display import say
-from unmask.errors import UserError
+from unmask.errors import UserError, did_you_mean, require
 from unmask.evaluation.text_run import TextRun
 
 
@@ -39,10 +39,13 @@ class UnmaskLM(LM):
         max_batch_size: int
         | None = None,  # the harness gives it to every model; for batch_size=auto, which is not here
         device: str | None = None,
+        **unknown: Any,
     ) -> None:
         super().__init__()
-        if not str(batch_size).isdigit() or int(batch_size) < 1:
-            raise UserError(f"batch_size must be a whole number from 1 on, got {batch_size!r}")
+        for name in unknown:
+            known = "policy", "max_steps", "samples", "seed", "trust_task"
+            raise UserError(f"no model argument {name!r}; {did_you_mean(name, known)}choose from {', '.join(known)}")
+        require(str(batch_size).isdigit(), f"batch_size must be a whole number from 1 on, got {batch_size!r}")
         options: dict[str, Any] = {"samples": samples, "seed": seed, "trust_task": trust_task, "device": device}
         self.run = TextRun(pretrained, policy, max_steps, batch_size=int(batch_size), **options)
 

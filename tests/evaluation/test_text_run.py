@@ -162,7 +162,8 @@ def test_whole_texts_are_the_sum_of_their_pieces(runs):
     long = "abcdefghijklmnopqrstuvwxyz"
     pieces = run.log_likelihoods([("", long[:19]), ("", long[20:])], [0, 0])
     assert run.text_log_likelihoods([long[:19], long[20:]]) == pytest.approx([bound for bound, _ in pieces], rel=1e-5)
-    whole, first, second = run.text_log_likelihoods([long, long[:20], long[20:]])
+    whole, first, second, nothing = run.text_log_likelihoods([long, long[:20], long[20:], ""])
+    assert nothing == 0
     assert whole == pytest.approx(first + second, rel=1e-5)
     assert all(one > other for one, other in pairwise((second, first, whole)))
 
@@ -173,7 +174,8 @@ def test_whole_texts_are_the_sum_of_their_pieces(runs):
         (lambda runs: ask(runs / "nowhere"), "no such folder"),
         (lambda runs: ask(runs / "pairs", "margni"), "unknown policy 'margni'; did you mean 'margin'"),
         (lambda runs: ask(runs / "texts", "learned"), "learned needs a learned order, and there is none"),
-        (lambda runs: ask(runs / "pairs", samples=0), "samples must be at least 1, got 0"),
+        (lambda runs: ask(runs / "pairs", "iid", -1), "max_steps must be a whole number from 1 on, got -1"),
+        (lambda runs: ask(runs / "pairs", samples=0), "samples must be a whole number from 1 on, got 0"),
         (
             lambda runs: ask(runs / "pairs").write([("ok", {}), ("x" * 13, {})]),
             r"\Arequest 1: the prompt has 13 tokens, and task text has room for 12: give a shorter prompt\Z",

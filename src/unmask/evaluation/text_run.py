@@ -33,6 +33,7 @@ from unmask.training.self_posterior import SelfObjective
 from unmask.variational.self_posterior import many_sample_bound
 
 MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+AT_ONCE = 32  # batches that the engine is given at once, padded to one length
 KNOWN = {*MOST_TOKENS, "until", "do_sample", "temperature", "top_p", "top_k"}
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ class TextRun:
         device: str | None = None,
         trust_task: bool = False,
     ) -> None:
-        require(samples >= 1, f"samples must be at least 1, got {samples}")
+        require(type(samples) is int and samples >= 1, f"samples must be a whole number from 1 on, got {samples!r}")
         self.device = torch.device(device) if device else Processes().device
         model, plain, self.task, _ = open_run(Path(run), self.device, trust_task=trust_task)
         takes_texts = self.task.text_tokenizer is not None and type(self.task).prompted is not Task.prompted
@@ -83,6 +84,7 @@ class TextRun:
         own = selector.budget if selector is not None else self.task.length
         self.max_steps, self.samples, self.seed, self.batch_size = max_steps or own, samples, seed, batch_size
         self.mask, self.eos = self.model.denoiser.mask_token_id, self.task.eos_token_id
+        Engine(self.model.denoiser, self.rule, self.max_steps, batch_size=batch_size)  # or says what is wrong
         if isinstance(self.rule, NetworkPolicy):
             self.rule.check(self.max_steps, torch.empty(0))
 
@@ -135,7 +137,7 @@ class TextRun:
         for place, text in enumerate(texts):
             with prefixed(f"request {place}"):
                 tokens = torch.tensor(self._encoded(text))
-            for piece in tokens.split(self.task.length):
+            for piece in tokens.split(self.task.length) if len(tokens) else ():
                 pieces.append(Filled(piece, torch.ones_like(piece, dtype=torch.bool), len(piece)))
                 owner.append(place)
         sums = [0.0] * len(texts)
@@ -156,7 +158,7 @@ class TextRun:
         real = examples.attention_mask[0]
         tokens, response = examples.tokens[0][real], examples.response[0][real]
         require(bool((~response).any()) or not prompt, f"{prompt[:40]!r} cannot be encoded: no part of it is known")
-        require(not (tokens[~response] == self.mask).any(), "its prompt holds the mask token: take it out")
+        require(self.mask not in tokens[~response], f"{prompt[:40]!r} holds the mask token: take it out")
         return tokens, response
 
     def _room(self, tokens: Tensor, response: Tensor, size: int | None) -> tuple[Tensor, Tensor]:
@@ -179,21 +181,22 @@ class TextRun:
     def _encoded(self, text: str) -> list[int]:
         assert self.task.text_tokenizer is not None
         encode = self.task.text_tokenizer.encode
-        return list(_encodable(lambda text: encode(text, add_special_tokens=False).ids, text))
+        found = list(_encodable(lambda text: encode(text, add_special_tokens=False).ids, text))
+        require(self.mask not in found, f"{text[:40]!r} holds the mask token: take it out")
+        return found
 
     def _written(
         self, canvases: Sequence[Tensor], places: Sequence[int], choice: TokenChoice, advance: Callable[[int], None]
     ) -> list[Tensor]:
         """The response that is written on each canvas [L] at these places."""
-        if not places:
-            return []
         engine = Engine(self.model.denoiser, self.rule, self.max_steps, choice, batch_size=self.batch_size)
-        chosen = [canvases[place] for place in places]
-        ids = torch.tensor(places, device=self.device)
-        asked = [canvas.to(self.device) for canvas in chosen]
-        tokens = engine.generate(asked, seed=self.seed, ids=ids, on_finished=advance).tokens.cpu()
-        # They are padded on the left.
-        return [row[-len(canvas) :][canvas == self.mask] for row, canvas in zip(tokens, chosen, strict=True)]
+        found, at_once = list[Tensor](), AT_ONCE * self.batch_size
+        for some in (places[first : first + at_once] for first in range(0, len(places), at_once)):
+            asked, ids = [canvases[place].to(self.device) for place in some], torch.tensor(some, device=self.device)
+            tokens = engine.generate(asked, seed=self.seed, ids=ids, on_finished=advance).tokens
+            for canvas, row in zip(asked, tokens, strict=True):
+                found.append(row[-len(canvas) :][canvas == self.mask].cpu())  # padded on the left
+        return found
 
     def _check_bound(self) -> None:
         rule = self.rule
@@ -210,7 +213,7 @@ class TextRun:
             for first in range(0, len(sequences), self.batch_size):
                 batch = sequences[first : first + self.batch_size]
                 parts = [(one.tokens, one.response, torch.ones_like(one.response)) for one in batch]
-                padded = (pad_sequence(part, True) for part in zip(*parts, strict=True))  # [B, L] each
+                padded = (pad_sequence(list(part), True) for part in zip(*parts, strict=True))  # [B, L] each
                 examples = Examples(*padded).to(self.device)
                 named = torch.tensor(ids[first : first + len(batch)], device=self.device)
                 found += many_sample_bound(self._walks(examples, named)).tolist()
