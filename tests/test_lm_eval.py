@@ -94,7 +94,7 @@ def test_the_command_writes_what_the_run_writes(folder, command):
 
 
 @needs_harness
-def test_the_entry_point_is_the_model_type(folder):
+def test_the_entry_point_is_the_model_type(folder, monkeypatch):
     from lm_eval.api.instance import Instance
     from lm_eval.api.registry import model_registry
 
@@ -103,7 +103,9 @@ def test_the_entry_point_is_the_model_type(folder):
     value = PYPROJECT["project"]["entry-points"]["lm_eval.models"]["unmask"]
     model_registry.register("as-installed", target=EntryPoint("unmask", value, "lm_eval.models"))
     assert model_registry.get("as-installed") is UnmaskLM
-    model = UnmaskLM.create_from_arg_string(f"pretrained={folder}/texts,policy=iid,max_steps=2", {"batch_size": "2"})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    defaults = {"batch_size": "2", "device": "cuda:0", "max_batch_size": None}
+    model = UnmaskLM.create_from_arg_string(f"pretrained={folder}/texts,policy=iid,max_steps=2", defaults)
     text, other = (Instance("loglikelihood_rolling", {}, (text,), 0, ("task", 3, 1)) for text in ("say", "what"))
     assert model.loglikelihood_rolling([text, other]) == model.run.text_log_likelihoods(["say", "what"])
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
@@ -46,6 +47,8 @@ class UnmaskLM(LM):
             known = "policy", "max_steps", "samples", "seed", "trust_task"
             raise UserError(f"no model argument {name!r}; {did_you_mean(name, known)}choose from {', '.join(known)}")
         require(str(batch_size).isdigit(), f"batch_size must be a whole number from 1 on, got {batch_size!r}")
+        if str(device).startswith("cuda") and not torch.cuda.is_available():  # the harness asks for it by default
+            device = "cpu"
         options: dict[str, Any] = {"samples": samples, "seed": seed, "trust_task": trust_task, "device": device}
         self.run = TextRun(pretrained, policy, max_steps, batch_size=int(batch_size), **options)
 
