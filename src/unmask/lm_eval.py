@@ -37,8 +37,7 @@ class UnmaskLM(LM):
         seed: int = 0,
         trust_task: bool = False,
         batch_size: int | str = 1,
-        max_batch_size: int
-        | None = None,  # the harness gives it to every model; for batch_size=auto, which is not here
+        max_batch_size: int | None = None,  # given to every model; only batch_size=auto would need it
         device: str | None = None,
         **unknown: Any,
     ) -> None:
