@@ -252,7 +252,7 @@ def test_a_prompt_of_the_users_own(run, call, refused, task):  # noqa: F811
     as_held_out = call(*words, "--example", "0")[1]
     assert as_held_out.splitlines()[-1].replace(", wrong", "") in shown
     long = refused(*words, "--prompt", "why " * 200)
-    assert re.search(r"the prompt has \d+ tokens, and task gsm8k has room for 100: give a shorter --prompt", long)
+    assert re.search(r"the prompt has \d+ tokens, and task gsm8k has room for 100: give a shorter prompt", long)
     for other in (["--find", "right"], ["--example", "0"]):
         assert "--prompt takes the place of examples" in refused(*words, "--prompt", "x", *other)
     with pytest.raises(UserError, match="task groups takes no prompt of yours"):

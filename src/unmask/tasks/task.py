@@ -227,7 +227,7 @@ def check_split(split: str) -> None:
 def asked(task: Task, prompt: Sequence[int], prompt_length: int) -> Examples:
     """One example with these tokens as its prompt, padded on the left to `prompt_length`, and room for a response."""
     size, place = len(prompt), torch.arange(task.length)[None]
-    long = f"the prompt has {size} tokens, and task {task.name} has room for {prompt_length}: give a shorter --prompt"
+    long = f"the prompt has {size} tokens, and task {task.name} has room for {prompt_length}: give a shorter prompt"
     require(size <= prompt_length, long)
     tokens = torch.full((1, task.length), task.eos_token_id or 0)
     tokens[0, prompt_length - size : prompt_length] = torch.tensor(prompt, dtype=torch.long)
