@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants setup clean
+.PHONY: help demo test mutants release setup clean
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --disable-pip-version-check
@@ -10,6 +10,7 @@ help:
 	@echo "make demo      learn a generation order on a small puzzle and compare it (a minute or two on a laptop)"
 	@echo "make test      lint, types and the whole test suite"
 	@echo "make mutants   plant mistakes and see whether the suite notices (half an hour)"
+	@echo "make release   build the sdist and the wheel in dist/ and check them; nothing is uploaded"
 
 # The virtual environment, its dependencies pinned; remade only when the pins or the package change.
 setup: $(READY_DEV)
@@ -32,6 +33,12 @@ test: $(READY_DEV)
 
 mutants: $(READY_DEV)
 	$(BIN)/python tests/mutants.py
+
+release: $(READY_DEV)
+	rm -rf build dist
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/pytest tests/test_wheel.py -n 0
 
 clean:
 	rm -rf .venv build dist src/*.egg-info

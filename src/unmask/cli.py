@@ -507,6 +507,23 @@ def report(
 
 
 @app.command()
+def push(
+    run: Run,
+    name: Annotated[str, Argument(help="OWNER/NAME of the model on the hub.", show_default=False)],
+    private: Annotated[
+        bool | None, Option("--private/--public", help="Of a new model.", show_default="as your settings on the hub")
+    ] = None,
+) -> None:
+    """Upload a finished run to the Hugging Face hub: model, recipe, records, and a card made of them.
+
+    The card shows the recipe with all its values, paths too.  Log in first: `hf auth login`.
+    """
+    from unmask.report.card import push_run
+
+    say(f"model: {push_run(run, name, private)}")
+
+
+@app.command()
 def policies() -> None:
     """List every unmasking rule with its parameters and defaults: what --policy takes."""
     from unmask.rule_list import listed_rules

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from unmask.decoding.generate import generate
+from unmask.decoding.policies import Learned, Margin
+from unmask.errors import UserError
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import SelectorConfig
 from unmask.models.order_model import (
@@ -205,3 +208,47 @@ def test_word_level_ids_are_the_places_in_the_vocabulary():
     assert tokenizer.token_to_id(MASK_TOKEN) == len(WORDS) == OrderModel(PLAIN, tokenizer).denoiser.mask_token_id
     assert tokenizer.encode(" one +\ttwo = [MASK]\n").ids == [1, 3, 2, 4, 5]
     assert tokenizer.decode([2, 0], skip_special_tokens=False) == "two zero"
+
+
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+def test_generate_gives_prompt_and_new_tokens():
+    model, prompt = build(WHOLE).eval(), torch.tensor([[2, 3, 1], [0, 3, 2]])
+    canvas = torch.cat([prompt, torch.full((2, 6), model.denoiser.mask_token_id)], dim=-1)
+    rules = {"learned": Learned(model.selector), "margin": Margin(), Margin(): Margin()}
+    for given, rule in rules.items():
+        out = model.generate(prompt, max_new_tokens=6, policy=given, max_steps=5, seed=3, temperature=1.0)
+        expected = generate(model.denoiser, canvas, rule, 5, seed=3, temperature=1.0)
+        assert torch.equal(out, expected.tokens)
+        assert torch.equal(out[:, :3], prompt)
+    assert torch.equal(
+        model.generate(prompt, max_new_tokens=6), generate(model.denoiser, canvas, rules["learned"], 5).tokens
+    )
+    one_by_one = generate(model.denoiser, canvas, "margin", 6).tokens
+    assert torch.equal(model.generate(prompt, max_new_tokens=6, policy="margin"), one_by_one)
+
+
+def test_generate_leaves_padding_out():
+    model, prompt, other = build(WHOLE).eval(), [0, 1, 2, 3, 4], [1, 1, 1, 1, 1, 1]
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=8, policy="margin")[0]
+    for padded, mask in (([0, *prompt], [0, 1, 1, 1, 1, 1]), ([*prompt, 0], [1, 1, 1, 1, 1, 0])):
+        tokens, attended = torch.tensor([padded, other]), torch.tensor([mask, [1] * 6])
+        out = model.generate(tokens, attended, max_new_tokens=8, policy="margin")
+        assert torch.equal(out[:, :6], tokens)
+        kept = torch.tensor([*mask, *[1] * 8]).bool()
+        assert torch.equal(out[0, kept], expected)
+        assert not torch.equal(model.generate(tokens, max_new_tokens=8, policy="margin")[0, kept], expected)
+
+
+def test_generate_refuses_in_one_line():
+    model = build(PLAIN)
+    for options, said in (
+        ({"input_ids": torch.tensor([2, 3])}, r"input_ids must be \[B, L\], got shape \[2\]"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"policy": "learned"}, "learned needs a learned order, and there is none"),
+        ({"max_new_tokens": 15}, "16"),
+    ):
+        with pytest.raises(UserError, match=said) as caught:
+            model.generate(**{"input_ids": torch.tensor([[2, 3]]), "max_new_tokens": 2, "policy": "margin", **options})
+        assert "\n" not in str(caught.value)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,12 +21,16 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from torch import nn
+from torch import Tensor, nn
 
+import unmask
 from unmask import files
+from unmask.decoding.generate import generate
+from unmask.decoding.policies import NetworkPolicy, Policy, parse_policy
 from unmask.errors import UserError, require
 from unmask.fields import build
 from unmask.jsonl import parse_json
+from unmask.models import hub
 from unmask.models.backbone import BackboneConfig
 from unmask.models.frozen import FrozenConfig, FrozenDenoiser
 from unmask.models.networks import Denoiser, OrderScorer, Selector, SelectorConfig
@@ -109,14 +115,43 @@ class OrderModel(nn.Module):
         files.list_files(folder, "model.safetensors", "tokenizer.json", texts={"config.json": config})
         files.write_text(folder / "config.json", config)
 
+    def push_to_hub(
+        self, repo_id: str, *, about: str = "", beside: Sequence[Path] = (), private: bool | None = None
+    ) -> str:
+        """Upload the model with a card to the Hugging Face hub; its address.
+
+        about: Markdown at the end of the card.  beside: files that are uploaded too.  For a run, `unmask push` gives
+            its recipe and its records for both.
+        private: whether a new model is; None: as the owner's settings say.
+        """
+        what = "A masked diffusion model" + (" with a learned generation order" if self.selector is not None else "")
+        facts = {"what": what, "home": hub.HOME, "version": unmask.__version__, "repo_id": repo_id}
+        with TemporaryDirectory() as name:
+            folder = Path(name)
+            self.save_pretrained(folder)
+            for path in beside:
+                shutil.copyfile(path, folder / path.name)
+            card = hub.CARD.format(name=repo_id.split("/")[-1], about=f"\n{about}" if about else "", **facts)
+            files.write_text(folder / "README.md", card)
+            return hub.upload(folder, repo_id, private)
+
     @classmethod
-    def from_pretrained(cls, folder: str | Path, denoiser: Any = None, any_denoiser: bool = False) -> OrderModel:
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        denoiser: Any = None,
+        any_denoiser: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> OrderModel:
         """Read a folder written by `save_pretrained`; ModelFolderError in one line if it is not one.
 
+        folder: or the text "owner/name" of a model on the Hugging Face hub.
         denoiser: that of an order which is kept without it, if it does not lie where it lay: a folder, or what
             `load_denoiser` gave.  any_denoiser: run the order on it even if it is another one.
         """
-        folder = Path(folder)
+        folder = hub.local_folder(folder)
         if not folder.is_dir():
             raise ModelFolderError(f"{folder}: no such folder; give the run folder of a finished `unmask train`")
         for name in MODEL_FILES:
@@ -141,7 +176,35 @@ class OrderModel(nn.Module):
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1].strip()
             raise ModelFolderError(f"{weights} does not fit config.json: {reason}") from None
-        return model.eval()
+        return model.eval().to(device=device, dtype=dtype)
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int,
+        policy: Policy | str = "learned",
+        max_steps: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Prompts and new tokens [B, L + max_new_tokens], as transformers gives them; `unmask.generate` tells more.
+
+        input_ids: [B, L]; mask tokens in it are written too.  attention_mask: [B, L], 0 on padding, on either side.
+        policy: a rule or its name; "learned" is this model's own order.
+        max_steps: by default the budget of the order; for other rules one step per new token.
+        options: those of `unmask.generate`, such as seed and temperature.
+        """
+        require(input_ids.ndim == 2, f"input_ids must be [B, L], got shape {list(input_ids.shape)}")
+        require(max_new_tokens >= 1, f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        rule = parse_policy(policy, self.selector) if isinstance(policy, str) else policy
+        if max_steps is None:
+            max_steps = (rule.network.budget if isinstance(rule, NetworkPolicy) else None) or max_new_tokens
+        new = input_ids.new_full((len(input_ids), max_new_tokens), self.denoiser.mask_token_id)
+        if attention_mask is not None:
+            attention_mask = torch.cat([attention_mask.bool(), torch.ones_like(new, dtype=torch.bool)], dim=-1)
+        prompts = torch.cat([input_ids, new], dim=-1)
+        return generate(self.denoiser, prompts, rule, max_steps, attention_mask=attention_mask, **options).tokens
 
 
 def check_memory(config: OrderModelConfig, copies: int) -> None:

@@ -28,6 +28,7 @@ from unmask.report.tables import (
     perplexity_tables,
     result_tables,
     title,
+    without_sweep,
 )
 from unmask.training.run import load_task
 
@@ -62,11 +63,8 @@ def write_report(runs: Sequence[Path], page: Path, trust_task: bool = False, pic
         recipe, task = load_task(run, trust_task)
         shown, bound = name if names.count(name) == 1 else str(run), read_bound(run / "bound.json")
         told, own = (title(run, task), caption(recipe, records)), json.dumps(recipe.task, sort_keys=True)
-        curve, usual = read_curve(run / "curve.json"), ("learned", *recipe.evaluate.policies)
-        swept = {point.key for point in curve.points} if curve else set()
-        # The points of a sweep are in its plot: hundreds of rows would bury the rest.
-        records = [r for r in records if r.key not in swept or r.spec.policy in usual]
-        read = read_perplexities(run)
+        curve = read_curve(run / "curve.json")
+        records, read = without_sweep(records, curve, recipe), read_perplexities(run)
         sections.append(Section(*told, records, task.layout, bound, shown, own, curve, read))
     write_html(page, sections)
     for run, section in zip(runs, sections, strict=True):

@@ -190,6 +190,18 @@ def record_table(records: Sequence[Record], title: str, caption: str) -> ResultT
     return ResultTable(title, legend, headings, cells, minor, marked, hidden=("denoiser",))  # the caption tells of it
 
 
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def without_sweep(records: Sequence[Record], curve: Curve | None, recipe: Recipe) -> list[Record]:
+    """The points of a sweep are in its plot: hundreds of rows would bury the rest."""
+    swept = {point.key for point in curve.points} if curve else set()
+    usual = ("learned", *recipe.evaluate.policies)
+    return [record for record in records if record.key not in swept or record.spec.policy in usual]
+
+
 def notes(records: Sequence[Record]) -> list[str]:
     """Sentences on tasks without a checker, and on rules that select nothing, or mask again what they wrote."""
     checked = all(record.outcome.checked for record in records)

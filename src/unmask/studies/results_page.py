@@ -17,7 +17,7 @@ from unmask.files import write_text
 from unmask.jsonl import ResultsError, read_jsonl
 from unmask.recipe import PLAIN_RULES
 from unmask.report.plots import Series, curve_plot, plot, svg
-from unmask.report.tables import curve_table, curve_verdict, distinctions, needed_table
+from unmask.report.tables import curve_table, curve_verdict, distinctions, markdown_table, needed_table
 from unmask.studies.study import Done, read_done
 
 BEGIN = "<!-- Written by `unmask report --markdown`: do not edit. -->"
@@ -92,7 +92,7 @@ def tables(studies: Sequence[Results], plots: str) -> str:
         for split, own in grouped(results.curves, lambda curve: curve.split).items():
             if (needed := needed_table(own)).rows:
                 title = f"## {results.name}, {split}: steps needed"
-                parts += [title, _table(needed.headings, needed.rows), needed.caption]
+                parts += [title, markdown_table(needed.headings, needed.rows), needed.caption]
         for part in _parts(results):
             title, picture, records = part
             spec, gains, curves = records[0].spec, _alike(part, results.gains), _curves(part, results)
@@ -105,8 +105,8 @@ def tables(studies: Sequence[Results], plots: str) -> str:
                 kept = [record for record in records if not record.spec.learned or _group(record.spec) in single]
             else:
                 parts += [f"![{title}: accuracy against mean steps]({plots}/{picture})"]
-            parts += [_table(*rows) for rows in (_orders(kept, gains), _rivals(gains)) if rows[1]]
-            parts += [_table(*rows) for rows in _heuristics(records)]
+            parts += [markdown_table(*rows) for rows in (_orders(kept, gains), _rivals(gains)) if rows[1]]
+            parts += [markdown_table(*rows) for rows in _heuristics(records)]
         if results.done:
             parts += [f"## {results.name}: wall time", _times(results.done)]
     return visible("\n\n".join(parts) + "\n")
@@ -166,7 +166,7 @@ def _curve(curve: Curve, picture: str) -> str:
     name, table = f"{curve.model}, {'joint' if curve.joint else 'frozen'}", curve_table(curve)
     plotted = f"![{name}, {curve.split}: quality against mean steps]({picture})"
     return "\n\n".join(
-        [f"**{name}:** {curve_verdict(curve)}", plotted, _table(table.headings, table.rows), table.caption]
+        [f"**{name}:** {curve_verdict(curve)}", plotted, markdown_table(table.headings, table.rows), table.caption]
     )
 
 
@@ -250,7 +250,7 @@ def _times(done: Sequence[Done]) -> str:
         rows.append([name, f"{commands}", f"{at_once}", f"{wall_seconds(attempts) / 60:.1f}", devices])
     rows.append(["**all**", "", "", f"**{wall_seconds(done) / 60:.1f}**", ""])
     note = "Wall time. Where several commands ran at once, the rows overlap and add up to more than the last one."
-    table = _table(["stage", "commands", "at once, at most", "minutes", "hardware"], rows)
+    table = markdown_table(["stage", "commands", "at once, at most", "minutes", "hardware"], rows)
     return f"{note}\n\n{table}" if any(attempt.jobs > 1 for attempt in done) else table
 
 
@@ -261,11 +261,6 @@ def wall_seconds(done: Iterable[Done]) -> float:
         total += max(0.0, ended - max(started, until))
         until = max(until, ended)
     return total
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _percent(score: float) -> str:
