@@ -110,9 +110,31 @@ def test_a_causal_language_model_as_its_page_shows_it(tmp_path, monkeypatch):
     assert model.tokenizer.encode("2 + 2 = [MASK]").ids[-1] == model.denoiser.mask_token_id
 
 
+def test_your_model_as_its_page_shows_it(tmp_path, monkeypatch, capsys):
+    """The file, the six commands with fewer updates, and a function for a model."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    exec(BLOCKS["your-model"][0], {})
+    commands = re.findall(r"^unmask (.*)$", PAGES["your-model"], flags=re.M)
+    assert len(commands) == 6
+    few = {"train": "--cpu --set order.updates=1 --set order.batch=2 --set evaluate.examples=4", "evaluate": "--cpu"}
+    for command in commands:
+        name = command.split()[0]
+        words = [*shlex.split(command), *few.get(name, "").split()]
+        words += ["--set", "denoise.updates=1"] if command.startswith("train text") else []
+        with pytest.raises(SystemExit) as done:
+            main(words)
+        assert not done.value.code, capsys.readouterr().err
+        text = capsys.readouterr().out
+        assert {"evaluate": "bits/char", "sample": "12+7=", "train": "next: unmask evaluate"}[name] in text
+    shown = {"my_function": lambda tokens, attention_mask: torch.zeros(*tokens.shape, 258)}
+    exec(BLOCKS["your-model"][1], shown)
+    assert unmask.OrderModel.from_pretrained("runs/mine", denoiser=shown["denoiser"]).selector is not None
+
+
 def test_every_block_is_run_by_a_test_above():
     found = {name: len(blocks) for name, blocks in BLOCKS.items() if blocks}
-    assert found == {"README": 1, "tutorial": 5, "evaluation": 1, "pretrained": 1}
+    assert found == {"README": 1, "tutorial": 5, "evaluation": 1, "pretrained": 1, "your-model": 2}
 
 
 def test_every_command_exists_with_its_options():
