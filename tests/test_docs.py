@@ -63,7 +63,10 @@ def test_generation_as_the_tutorial_shows_it(tmp_path, monkeypatch):
     assert (learned.num_steps <= 2).all()
     assert torch.equal(learned.num_passes, learned.num_steps)
     exec(composition, shown)
-    rules, several = shown["rules"], shown["out"]
+    rules, several, constrained = shown["rules"], shown["engine"].generate(shown["prompts"], seed=1), shown["out"]
+    assert (constrained.tokens % 2 == 0).all()
+    assert torch.equal(shown["so_far"].tokens, shown["engine"].generate(shown["canvas"]).tokens)
+    assert not shown["so_far"].masked.any()
     block = rules.parse_policy("blocks(4,stochastic(margin,0.5))")
     assert rules.Blocks(4, rules.Stochastic(rules.Margin(), 0.5)) == block
     assert shown["careful"].name == "learned(temperature=0.5,floor=0.01,cap=8)"
