@@ -68,7 +68,7 @@ class ModelRecipe:
     max_length: int = 0  # 0: the task's length
     absolute_positions: bool = False  # a learned vector per position; tasks without a prompt need it
     causal: str = ""  # a causal language model to start from, which has a shape: a folder, a .gguf, smollm2-135m
-    denoiser: str = ""  # one that you have, which stays as it is: a folder that `unmask.load_denoiser` reads
+    denoiser: str = ""  # one that you have: a folder that `load_denoiser` reads; "exact": the task's own posterior
     bidirectional: bool = False  # with denoiser: a causal model, trained to see both ways
     shift: bool = False  # of a causal model: read each token from the hidden state of the token before it
     selector: SelectorRecipe = field(default_factory=SelectorRecipe)

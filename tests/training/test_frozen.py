@@ -341,6 +341,27 @@ def test_a_causal_model_turned_into_a_denoiser(here, refused):
     assert same(weights(unmask.load_denoiser("run")), weights(model.denoiser.network))
 
 
+def test_the_exact_posterior_teaches_the_binary_search(here, refused):
+    """Of four names one is missing: the middle one of the three that are left tells on which side, then both others."""
+    overrides = [
+        "task.min_n=4", "task.max_n=4", "task.names=6", "order.budget=2", "order.updates=30", "order.batch=16",
+        "order.warmup=5", "model.selector.width=32", "model.selector.layers=1",
+    ]  # fmt: skip
+    model = unmask.train(unmask.load_recipe("remove-random-exact", overrides), here / "run", cpu=True)
+    assert model.config.selector.reads == "logits"
+    (found,) = unmask.evaluate(here / "run", policies=["learned(deterministic)"], steps=[2], examples=200, cpu=True)
+    assert found.outcome.score == 1
+    task = unmask.make_task("waiting-lines", operations="remove-random", min_n=4, max_n=4, names=6)
+    examples = task.examples(torch.arange(50), "test")
+    canvas = torch.where(examples.response, model.denoiser.mask_token_id, examples.tokens)
+    rule = unmask.policies.Learned(model.selector, deterministic=True)
+    out = unmask.generate(model.denoiser, canvas, rule, max_steps=2, temperature=1.0)
+    assert (out.reveal_step[:, -3:] == torch.tensor([1, 0, 1])).all()
+    assert 0 < out.tokens[:, -2].eq(examples.tokens[:, 4]).sum() < 50, "either side may be the whole one"
+    unknown = ["--set", "task={name='groups'}"]
+    assert "posterior of task groups is not known" in refused("train", "remove-random-exact", "--out", "x", *unknown)
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 

@@ -40,7 +40,8 @@ class FrozenDenoiser(nn.Module):
         self.network, self.mask_token_id = network, network.mask_token_id
         self.eos_token_id, self.tokenizer = network.eos_token_id, network.tokenizer
         self.context_length: int | None = network.context_length
-        self.fingerprint = weights_fingerprint(network) if isinstance(network, nn.Module) else ""
+        own: str = getattr(network, "fingerprint", "")  # of what has no weights
+        self.fingerprint = weights_fingerprint(network) if isinstance(network, nn.Module) else own
         backbone = getattr(network, "backbone", None)
         self.takes_layout = isinstance(backbone, Backbone)
         self.register_buffer("place_word", torch.zeros(()), persistent=False)  # where it is, if it has no weights

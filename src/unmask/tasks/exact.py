@@ -17,6 +17,7 @@ class ExactDenoiser:
     """mu^n(x) = p(x_n | what is revealed in x), a denoiser for `generate`; only for a task that knows it."""
 
     keeps_no_tensors = True
+    eos_token_id = tokenizer = context_length = None  # as `load_denoiser` gives them
 
     def __init__(self, task: Task) -> None:
         self.task, self.mask_token_id = task, len(task.vocabulary)

@@ -23,6 +23,7 @@ from unmask.models.order_model import ModelFolderError, OrderModel, OrderModelCo
 from unmask.own_code import source_of
 from unmask.recipe import DenoiseRecipe, OrderRecipe, Recipe, continued, flat, not_continued
 from unmask.runtime import precision_on, process_settings
+from unmask.tasks.exact import EXACT, ExactDenoiser
 from unmask.tasks.task import Task
 from unmask.training.build import build_model, check_vocabulary, task_of, without_order
 from unmask.training.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, read_checkpoint
@@ -87,6 +88,8 @@ def train(
     if recipe.order is not None and recipe.order.reward and not task.has_checker:
         raise UserError(f"order.reward needs a checker, and task {task.name} has none: leave it out")
     task.check()
+    if denoiser is None and frozen == EXACT:
+        denoiser = ExactDenoiser(task)
     with ExitStack() as stack:
         precision = precision_on("cpu" if cpu or not torch.accelerator.is_available() else "gpu", recipe.precision)
         stack.enter_context(process_settings(threads=recipe.threads, bf16=precision == "bf16"))
@@ -122,7 +125,7 @@ def train(
 def check_denoiser_folder(recipe: Recipe) -> None:
     """What is not there is told before the task is built, which may take minutes."""
     named, folder = f"model.denoiser = {recipe.model.denoiser!r}", Path(recipe.model.denoiser).expanduser()
-    if not recipe.model.denoiser:
+    if recipe.model.denoiser in ("", EXACT):
         return
     require(folder.is_dir(), f"{named}: no such folder; give that of a masked language model, or of a run")
     if recipe.task.get("tokenizer") == "" and not (folder / "tokenizer.json").is_file():
@@ -398,6 +401,8 @@ def load_run(
         raise RunFolderError(
             f"{folder} is not finished: wait for its `unmask train`, or give that command again if it was interrupted"
         )
+    if denoiser is None and (folder / "recipe.json").is_file() and read_recipe(folder).model.denoiser == EXACT:
+        denoiser = ExactDenoiser(load_task(folder, trust_task)[1])
     model = OrderModel.from_pretrained(folder, denoiser, any_denoiser)
     recipe, task = load_task(folder, trust_task)
     check_vocabulary(model, task, str(folder))
