@@ -114,7 +114,7 @@ def test_any_rule_may_stand_in_a_recipe(tiny):
 def test_a_rule_with_wrong_parameters(tiny):
     message = refused(tiny, "evaluate.policies=['iid', 'margin:1']")
     assert message.startswith("evaluate: ")
-    assert "margin has no place for '1'" in message
+    assert "margin(count=even) has no place for '1'" in message
 
 
 # --- what a good recipe becomes ---------------------------------------------------------------------------------------
