@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel
 
 from tests.test_cli import call, refused  # noqa: F401
 from tests.training.small import TINY_RECIPE
@@ -76,6 +76,13 @@ def test_what_cannot_be_predicted_is_not_counted(gpt2):
     loss, count = own_loss(gpt2, [256], long[1][: CONTEXT - 1])
     assert predicted == count == CONTEXT - 1
     assert -total == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_model_that_reads_ahead_is_noticed(gpt2):
+    assert perplexity._is_causal(gpt2)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    assert not perplexity._is_causal(BertLMHeadModel(BertConfig(vocab_size=9, initializer_range=1.0, **shape)).eval())
 
 
 def test_entropy_and_distinct_n_grams():

@@ -292,7 +292,7 @@ def test_the_bound_table_of_text():
 def test_an_order_that_is_worse_than_iid_is_called_so(tmp_path):
     for gain, error, words in (
         (-0.9, 0.1, "WORSE than IID, by 0.9000 nats per token (standard error 0.1000)."),
-        (-0.1, 0.1, "(standard error 0.1000), which may be chance."),
+        (-0.1, 0.1, "no better than IID: it is 0.1000 nats per token (standard error 0.1000) below"),
     ):
         worse = dataclasses.replace(BOUND, gain=gain, gain_se=error)
         assert words in bound_verdict(worse)

@@ -278,12 +278,28 @@ def test_the_denoiser_is_found_again_or_refused(here, refused, call):  # noqa: F
         OrderModel.from_pretrained("run", denoiser=unmask.load_denoiser("moved"))
 
 
+def test_what_is_shared_does_not_tell_where_the_denoiser_lay(here):
+    train().save_pretrained("shared", here=False)
+    assert str(here) not in (here / "shared" / "config.json").read_text()
+    with pytest.raises(ModelFolderError, match="has its denoiser elsewhere"):
+        OrderModel.from_pretrained("shared")
+    assert OrderModel.from_pretrained("shared", denoiser="my-model").selector is not None
+
+
+def test_fewer_held_out_pairs_than_usual_are_all_used(here, call):  # noqa: F811
+    train("evaluate.examples=500")
+    for more in ([], ["--bound"]):
+        code, _, err = call("evaluate", "run", "--cpu", *more)
+        assert code == 0, err
+        assert "task text has 6 test examples: all are used" in err
+
+
 def test_any_function_from_python(here):
     """The three lines in the docstring of `train`."""
     denoiser = unmask.load_denoiser(counting, mask_token_id=MASK)
     model = train("task.tokenizer=my-model/tokenizer.json", denoiser=denoiser)
     assert (model.config.selector.reads, model.config.denoiser.folder) == ("logits", "")
-    with pytest.raises(ModelFolderError, match="for a denoiser that Python gave: give denoiser="):
+    with pytest.raises(ModelFolderError, match="has its denoiser elsewhere: give it with denoiser="):
         OrderModel.from_pretrained("run")
     again = OrderModel.from_pretrained("run", denoiser=denoiser)
     assert same(weights(again.selector), weights(model.selector))

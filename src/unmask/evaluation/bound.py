@@ -25,7 +25,7 @@ from torch import Tensor
 
 from unmask.decoding.policies import Learned
 from unmask.errors import UserError
-from unmask.evaluation.evaluate import BATCH, check_examples
+from unmask.evaluation.evaluate import BATCH, check_examples, examples_of
 from unmask.evaluation.plan import open_run
 from unmask.fields import build
 from unmask.files import write_text
@@ -87,7 +87,7 @@ def evaluate_run_bound(
     samples: trajectories of each sequence.  price: of a step, for a selector that knows prices; 0: the lowest.
     """
     model, plain, task, recipe = open_run(run, Processes(cpu).device, split, trust_task, denoiser, any_denoiser)
-    seed, number = recipe.seed if seed is None else seed, examples or recipe.evaluate.examples
+    seed, number = recipe.seed if seed is None else seed, examples_of(task, examples, recipe.evaluate.examples)
     bound = evaluate_bound(model, plain, task, number, samples, seed, price)
     write_text(run / "bound.json", sealed(asdict(bound)) + "\n")
     return bound

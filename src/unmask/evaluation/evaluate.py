@@ -19,6 +19,7 @@ from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import NetworkPolicy, Policy
 from unmask.decoding.tokens import TokenChoice
+from unmask.display import say
 from unmask.errors import UserError
 from unmask.evaluation.records import EvaluationSpec, Outcome, Record, wilson_interval
 from unmask.evaluation.verdicts import Chunk, VerdictFile, joined, verdicts_in
@@ -150,6 +151,16 @@ def evaluate_policy(
         if verdicts is not None:
             verdicts.append(chunk)
     return Record(spec, _outcome(spec, chunks, task, policy.remasks), verdicts_in(chunks))
+
+
+def examples_of(task: Task, asked: int | None, usual: int) -> int:
+    """How many held-out examples are evaluated: those asked for; if nothing is asked, the usual number, or all."""
+    if asked is None and task.test_examples is not None and 0 < task.test_examples < usual:
+        say(f"unmask: task {task.name} has {task.test_examples} {task.held_out} examples: all are used", err=True)
+        return task.test_examples
+    number = usual if asked is None else asked
+    check_examples(task, number)
+    return number
 
 
 def check_examples(task: Task, examples: int) -> None:

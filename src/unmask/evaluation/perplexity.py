@@ -73,6 +73,7 @@ def load_reader(run: Path, folder: str, split: str | None, trust_task: bool, cpu
     rows, tokens = model.get_input_embeddings().num_embeddings, causal.tokenizer.get_vocab_size()
     require(tokens <= rows, f"{folder}: the tokenizer has {tokens} tokens, the model {rows}: they must be of one model")
     model = model.to(Processes(cpu).device).eval()
+    require(_is_causal(model), f"{folder} reads the tokens that it predicts: give a causal language model")
     return Reader(Path(folder).resolve().name, Causal(model, causal.tokenizer), task)
 
 
@@ -145,6 +146,14 @@ def _log_likelihoods(
         # Place j is predicted from j - 1.
         log_p = -cross_entropy(logits[:, :-1].float().transpose(1, 2), tokens[:, 1:], reduction="none")
         yield float(log_p[counted].double().sum()), int(counted.sum()), len(batch)
+
+
+def _is_causal(model: Any) -> bool:
+    """Whether another last token leaves what is predicted before it as it is."""
+    pair = torch.tensor([[0, 0, 0], [0, 0, 1]], device=model.device)
+    with torch.inference_mode():
+        logits = model(pair).logits[:, :2].float()
+    return bool(torch.allclose(logits[0], logits[1], rtol=1e-3, atol=1e-3))
 
 
 def _context(model: Any) -> int | None:

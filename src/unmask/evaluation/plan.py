@@ -21,9 +21,9 @@ from unmask.evaluation.curve import compared_curves, sweep, write_curve
 from unmask.evaluation.evaluate import (
     ExactModel,
     Setup,
-    check_examples,
     device_of,
     evaluate_policy,
+    examples_of,
     fingerprint,
     response_sizes,
 )
@@ -122,8 +122,7 @@ def evaluate(
         )
     temperature = defaults.temperature if temperature is None else temperature
     choice = TokenChoice(temperature, top_p, top_k, guidance, task.eos_token_id, min_length, stop_at_eos)
-    number = defaults.examples if examples is None else examples
-    check_examples(task, number)
+    number = examples_of(task, examples, defaults.examples)
     trained_seed = recipe.seed if recipe else None
     seed = (trained_seed or 0) if seed is None else seed
     setup = Setup(model, plain, task, label, number, choice, seed, trained_seed, precision, compile)

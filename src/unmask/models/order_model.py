@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -101,8 +101,11 @@ class OrderModel(nn.Module):
             self.denoiser.place(device)
         return self.to(device)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write the folder.  config.json comes last: where it is, all is on the disk and in the manifest."""
+    def save_pretrained(self, folder: str | Path, here: bool = True) -> None:
+        """Write the folder.  config.json comes last: where it is, all is on the disk and in the manifest.
+
+        here: note where the denoiser of the user's lies, for an order that is kept without it.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         files.read_manifest(folder)  # refuses another program's
@@ -111,7 +114,10 @@ class OrderModel(nn.Module):
         save_file(weights, folder / "model.safetensors")
         (folder / "model.safetensors").chmod(0o644)  # safetensors makes it private, unlike the files beside it
         self.tokenizer.save(str(folder / "tokenizer.json"))
-        config = json.dumps({"format_version": FORMAT_VERSION, **asdict(self.config)}, indent=2) + "\n"
+        noted, own = self.config, self.config.denoiser
+        if isinstance(own, FrozenConfig) and not here:
+            noted = replace(noted, denoiser=replace(own, folder=""))
+        config = json.dumps({"format_version": FORMAT_VERSION, **asdict(noted)}, indent=2) + "\n"
         files.list_files(folder, "model.safetensors", "tokenizer.json", texts={"config.json": config})
         files.write_text(folder / "config.json", config)
 
@@ -128,7 +134,7 @@ class OrderModel(nn.Module):
         facts = {"what": what, "home": hub.HOME, "version": unmask.__version__, "repo_id": repo_id}
         with TemporaryDirectory() as name:
             folder = Path(name)
-            self.save_pretrained(folder)
+            self.save_pretrained(folder, here=False)
             for path in beside:
                 shutil.copyfile(path, folder / path.name)
             card = hub.CARD.format(name=repo_id.split("/")[-1], about=f"\n{about}" if about else "", **facts)
@@ -247,7 +253,7 @@ def _frozen(config: OrderModelConfig, folder: Path, given: Any, any_denoiser: bo
 
     source = given or named.folder
     if not source:
-        raise ModelFolderError(f"the order in {folder} was learned for a denoiser that Python gave: give denoiser=")
+        raise ModelFolderError(f"the order in {folder} has its denoiser elsewhere: give it with denoiser= (--denoiser)")
     name = source if isinstance(source, str | Path) else "the one given"
     if isinstance(source, str | Path):
         if not Path(source).expanduser().is_dir():

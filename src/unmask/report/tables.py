@@ -292,11 +292,12 @@ CHARACTERS_LEGEND = (
 
 
 def bound_verdict(bound: BoundReport) -> str:
-    """What is said of an order that is worse than IID; else nothing."""
+    """What is said of an order that is no better than IID; else nothing."""
     if bound.gain is None or bound.gain_se is None or bound.gain >= 0:
         return ""
-    chance = ", which may be chance" if bound.gain > -2 * bound.gain_se else ""
-    amount = f"{-bound.gain:.4f} nats per token (standard error {bound.gain_se:.4f}){chance}"
+    amount = f"{-bound.gain:.4f} nats per token (standard error {bound.gain_se:.4f})"
+    if bound.gain > -2 * bound.gain_se:
+        return f"By the bound the learned order is no better than IID: it is {amount} below, which may be chance."
     return f"By the bound the learned order is WORSE than IID, by {amount}."
 
 
