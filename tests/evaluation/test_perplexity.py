@@ -12,13 +12,12 @@ from tests.training.small import TINY_RECIPE
 from unmask.evaluation import perplexity
 from unmask.evaluation.perplexity import (
     Reader,
-    _distinct,
-    _entropy,
     _log_likelihoods,
     evaluate_perplexity,
     read_perplexities,
 )
 from unmask.models.importers.pretrained import Causal
+from unmask.tasks.diversity import distinct, entropy
 from unmask.tasks.text.text import Text, byte_tokenizer
 
 CONTEXT = 40
@@ -86,10 +85,10 @@ def test_a_model_that_reads_ahead_is_noticed(gpt2):
 
 
 def test_entropy_and_distinct_n_grams():
-    assert _entropy([3, 3, 5, 5]) == pytest.approx(math.log(2))
-    assert _entropy([1, 1]) == _entropy([]) == 0
+    assert entropy([3, 3, 5, 5]) == pytest.approx(math.log(2))
+    assert entropy([1, 1]) == entropy([]) == 0
     texts = [[1, 2, 1, 2], [1, 2], [5]]
-    assert [_distinct(texts, n) for n in (1, 2, 3, 9)] == [3 / 7, 2 / 4, 2 / 2, 0]
+    assert [distinct(texts, n) for n in (1, 2, 3, 9)] == [3 / 7, 2 / 4, 2 / 2, 0]
 
 
 def pairs_in(tmp_path, **options):

@@ -15,7 +15,6 @@ model is cut off.  Texts that repeat themselves have a low perplexity too: entro
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from unmask.jsonl import append_jsonl, read_jsonl
 from unmask.models.importers.pretrained import Causal, load_causal
 from unmask.progress import progress
 from unmask.runtime import Processes
+from unmask.tasks import diversity
 from unmask.tasks.task import Task, around
 from unmask.training.run import load_task
 
@@ -117,8 +117,8 @@ def evaluate_perplexity(reader: Reader, texts: Mapping[str, Sequence[str]]) -> l
                 total, predicted = total + part[0], predicted + part[1]
                 advance(part[2])
             perplexity = math.exp(-total / predicted) if predicted else None
-            distinct = [_distinct(written, n) for n in (1, 2, 3)]
-            found.append(Perplexity(key, name, perplexity, predicted, fmean(map(_entropy, written)), distinct))
+            distinct = [diversity.distinct(written, n) for n in (1, 2, 3)]
+            found.append(Perplexity(key, name, perplexity, predicted, fmean(map(diversity.entropy, written)), distinct))
     if cut:
         say(f"unmask: {cut} of {num_texts} texts are cut to the context of {name}, {_context(model)} tokens", err=True)
     return found
@@ -160,14 +160,3 @@ def _context(model: Any) -> int | None:
     """The most tokens that the model reads; None: any number."""
     found: int | None = getattr(model.config, "max_position_embeddings", None)
     return found
-
-
-def _entropy(tokens: Sequence[int]) -> float:
-    counts = Counter(tokens)
-    return sum(-count / len(tokens) * math.log(count / len(tokens)) for count in counts.values())
-
-
-def _distinct(texts: Sequence[Sequence[int]], n: int) -> float:
-    """0 where no text is long enough."""
-    grams = [tuple(text[i : i + n]) for text in texts for i in range(len(text) - n + 1)]
-    return len(set(grams)) / len(grams) if grams else 0.0

@@ -96,8 +96,8 @@ def weights_fingerprint(network: nn.Module) -> str:
     """Twelve hex digits by which a denoiser is known: a SHA-256 of names, shapes and contents of its parameters.
 
     Of the contents go in the sum of all bytes, eight at a time as one whole number, which is exact in any order, and
-    1,024 evenly spaced weights of each parameter.  This reads every weight, at the speed of memory: 8B in bfloat16 take
-    two seconds where a plain SHA-256 takes a hundred.  What a function holds is not known.
+    1,024 evenly spaced weights of each parameter.  This reads every weight, at the speed of memory, not at that of
+    a hash.  What a function holds is not known.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(network.named_parameters()):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -38,6 +42,18 @@ def sequence_codes(tokens: Tensor) -> Tensor:
     """
     powers = torch.full((tokens.shape[1],), _GOLDEN).cumprod(-1)  # int64 wraps around, as meant
     return (tokens * powers).sum(-1)
+
+
+def entropy(words: Sequence[Hashable]) -> float:
+    """- sum_w f_w log f_w in nats, f the shares of the words."""
+    counts = Counter(words)
+    return sum(-count / len(words) * math.log(count / len(words)) for count in counts.values())
+
+
+def distinct(texts: Sequence[Sequence[Hashable]], n: int) -> float:
+    """Different runs of n words / all of them; 0 where no text is long enough."""
+    grams = [tuple(text[i : i + n]) for text in texts for i in range(len(text) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 0.0
 
 
 def total_variation(place: Tensor, places: Tensor, bins: int) -> float:

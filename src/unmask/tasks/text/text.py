@@ -5,13 +5,10 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,7 @@ from unmask.own_code import call_own, import_class
 from unmask.progress import progress
 from unmask.rng import Purpose, signed, uniforms
 from unmask.tasks.cache import Ragged, alone_in, cache_folder
+from unmask.tasks.diversity import distinct, entropy
 from unmask.tasks.task import (
     LONGEST,
     Examples,
@@ -212,16 +210,10 @@ class Text(Task):
         return [self.text(row[here].tolist()) for row, here in zip(tokens, examples.response, strict=True)]
 
     def overall(self, codes: list[str]) -> dict[str, float]:
-        """How varied the words of all texts are: 0 where they are all the same.
-
-        distinct-2 = different pairs of neighbouring words / pairs        entropy = - sum_w f_w log f_w, in nats
-        """
+        """How varied the words of all texts are (`diversity`): 0 where they are all the same."""
         words = [text.split() for text in codes]
-        pairs = [pair for text in words for pair in pairwise(text)]
-        counts = Counter(word for text in words for word in text)
-        shares = [count / counts.total() for count in counts.values()]
-        found = {"distinct-2": round(len(set(pairs)) / len(pairs), 6)} if pairs else {}
-        return found | {"entropy": round(sum(-share * math.log(share) for share in shares), 6)}
+        pairs = {"distinct-2": round(distinct(words, 2), 6)} if any(len(text) > 1 for text in words) else {}
+        return pairs | {"entropy": round(entropy([word for text in words for word in text]), 6)}
 
     def _with_gaps(self, prompt: str) -> Examples:
         require(GAP in prompt, f"write {GAP} in --prompt for each token that is to be written")
