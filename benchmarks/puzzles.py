@@ -1,8 +1,8 @@
-"""All six puzzles at their natural budgets, and the demo on ten seeds: from the command line to docs/puzzles.md.
+"""All six puzzles at their natural budgets, and the demo on ten seeds, as tables.
 
     python benchmarks/puzzles.py run              trains and evaluates what has no record yet (hours on two cores)
     python benchmarks/puzzles.py run groups-self  the same for these only
-    python benchmarks/puzzles.py table            writes docs/puzzles.md from the records in results/puzzles/
+    python benchmarks/puzzles.py table            writes results/puzzles/tables.md from the records beside it
 
 One folder of records per run, results/puzzles/NAME-SEED/: results.jsonl and bound.json as `unmask evaluate` wrote them,
 and cost.json with the exit code and the CPU seconds (user + system) of the whole command.
@@ -34,7 +34,8 @@ from unmask.recipe import known_recipes, load_recipe
 from unmask.tasks import TASKS, make_task
 
 ROOT = Path(__file__).parents[1]
-RECORDS, PAGE = ROOT / "results" / "puzzles", ROOT / "docs" / "puzzles.md"
+RECORDS = ROOT / "results" / "puzzles"
+PAGE = RECORDS / "tables.md"
 DEMO = "groups"
 PUZZLES = [name for name, source in TASKS.items() if ".puzzles." in source and name in known_recipes()]
 PUZZLES = [name for name in PUZZLES if load_recipe(name).order is not None]  # the others have a page of their own
@@ -129,7 +130,7 @@ def _timed(command: list[str]) -> tuple[int, float]:
 
 
 def table() -> str:
-    runs = sorted((Run(folder) for folder in RECORDS.iterdir()), key=lambda run: run.seed)
+    runs = sorted((Run(cost.parent) for cost in RECORDS.glob("*/cost.json")), key=lambda run: run.seed)
     puzzles = {name: [run for run in runs if run.name == name] for name in PUZZLES}
     variants = {name: [run for run in runs if run.name == name] for name in VARIANTS}
     own = {name: [run for run in runs if run.name == name] for name in SELF_SEEDS}
@@ -147,7 +148,7 @@ def table() -> str:
             _demo(puzzles[DEMO]),
             _fixed_order([run.seed for run in puzzles[DEMO]]),
             "\n## Other settings\n",
-            "What the recipes do not use ([decisions.md](decisions.md) says why).\n",
+            "What the recipes do not use ([decisions.md](../../docs/decisions.md) says why).\n",
             *_validity(variants),
             "",
         ]

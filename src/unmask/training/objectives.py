@@ -48,7 +48,6 @@ class DenoiseObjective(nn.Module):
         super().__init__()
         self.denoiser = denoiser
         self.seed = seed
-        self.mask = torch.compile(mask_uniformly, dynamic=False) if compile else mask_uniformly
         self.likelihood = torch.compile(log_likelihood, dynamic=True) if compile else log_likelihood
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
@@ -57,7 +56,7 @@ class DenoiseObjective(nn.Module):
         tokens = examples.tokens
         counts = mask_counts(u.cpu(), examples.num_response)
         num_masked, counts, ids = int(counts.sum()), to_device(counts, tokens.device), to_device(ids, tokens.device)
-        masked = self.mask(examples.response, examples.position, counts, ids, self.seed)
+        masked = mask_uniformly(examples.response, examples.position, counts, ids, self.seed)
         reading = read_denoiser(self.denoiser, tokens, masked, layout, num_masked)
         log_mu = reading.spread(self.likelihood(reading.logits, reading.truth))
         loss = -(log_mu.sum(-1) / counts).mean()
