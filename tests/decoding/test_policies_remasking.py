@@ -576,11 +576,11 @@ def test_wino_of_a_whole_generation(size):
         prompts = [[7] * 20, [1, 2, 3, *[7] * 12], [7, 7, 7, 0, 7, 7, 1, 7, 7, 7, 7, 5]]
         for tau, tau_back, S in ((0.3, 0.9, 20), (0.6, 0.5, 20), (0.2, 0.8, 8)):
             rule = WINO(tau, tau_back) if size == 20 else Blocks(size, WINO(tau, tau_back))
+            expected = [wino_by_hand(denoiser, prompt, size, S, tau, tau_back) for prompt in prompts]
             for options in ({}, {"batch_size": 2}, {"batch_size": 2, "fixed_shapes": True}):
                 out = generate(denoiser, [torch.tensor(prompt) for prompt in prompts], rule, S, **options)
                 for r, prompt in enumerate(prompts):
-                    tokens, when, times, steps = wino_by_hand(denoiser, prompt, size, S, tau, tau_back)
-                    here = out.attention_mask[r]
+                    (tokens, when, times, steps), here = expected[r], out.attention_mask[r]
                     assert out.tokens[r, here].tolist() == tokens
                     assert out.reveal_step[r, here].tolist() == [when.get(n, -1) for n in range(len(prompt))]
                     assert out.revisions[r, here].tolist() == [times.get(n, 0) for n in range(len(prompt))]
