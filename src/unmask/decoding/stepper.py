@@ -517,7 +517,7 @@ class Stepper:
     def _revised(self, canvas: Canvas, where: Tensor, last: Tensor | None) -> Tensor:
         """[b, L] bool: what a rule may mask again or edit of what it names; nothing at the last step."""
         if not self.policy.remasks:
-            raise UserError(f"{self.policy.key} masks again what was revealed: it must declare `remasks = True`")
+            raise UserError(f"{self.policy.name} masks again what was revealed: it must declare `remasks = True`")
         where = where & canvas.response & ~canvas.masked & canvas.live[:, None]
         return where if last is None else where & ~last
 

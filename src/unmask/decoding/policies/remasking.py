@@ -209,7 +209,7 @@ class Saber(Policy):
 
 @dataclass(frozen=True)
 class WINO(ByConfidence):
-    """Masks with c_n > tau, at most 0.7 |M| within 5 to 20, else the best; tokens with p_n < tau_back are masked again.
+    """Masks with c_n > tau, at most 0.7 |M| in 5..20, else the best; tokens with p_n < tau_back are masked again.
 
     p_n of a token is what its shadow says, a mask in its place that sees all but the token (`decoding.shadows`): one
     longer pass.  Masked again are the lowest, at most one fewer than the step before revealed (30 at the first), and
