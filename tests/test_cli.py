@@ -374,7 +374,7 @@ def test_policies_lists_every_rule(call):
     assert (code, err) == (0, "")
     lines, _, explained = text.partition("\n\n")
     shown = [line.split(maxsplit=1) for line in lines.splitlines()]
-    assert len(shown) == 25
+    assert len(shown) == 27
     built_in = [(key, rule.__name__) for key, rule in RULES.items() if rule.__module__.startswith("unmask.")]
     assert [(usage.partition("(")[0], does.split()[0]) for usage, does in shown] == built_in
     for usage, does in shown:
@@ -386,6 +386,18 @@ def test_policies_lists_every_rule(call):
     for example in ("margin", "threshold:0.9", "klass(0.9,0.01,2)", "blocks(32,stochastic(margin,0.5))"):
         assert example in explained
         check_policy(example)
+
+
+def test_rules_that_need_more_than_a_name(call, refused, run, chain, tmp_path):
+    """pc-sampler counts its background in the task's training examples; wino asks the network for shadows."""
+    rules = ["--policy", "blocks(2,pc-sampler(0.5,2))", "--policy", "wino(0.2,0.9)", "--steps", "2"]
+    assert call("evaluate", run, *rules, "--examples", "6")[0] == 0
+    new = flat_lines(run / "results.jsonl")[-2:]
+    assert [(r["policy"], r["mean_revisions"] is None) for r in new] == [(rules[1], True), (rules[3], False)]
+    assert call("sample", run, *rules)[0] == 0
+    assert call("evaluate", chain, "--exact-denoiser", "--out", tmp_path / "exact", *rules[:2], "--steps", "5")[0] == 0
+    said = refused("evaluate", chain, "--exact-denoiser", "--out", tmp_path / "exact", *rules[2:])
+    assert "needs attention masks and position ids" in said
 
 
 def test_an_interrupt_is_one_line(monkeypatch, call, base):

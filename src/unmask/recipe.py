@@ -18,7 +18,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from unmask.display import say
 from unmask.errors import UserError, did_you_mean, prefixed, require
@@ -27,7 +27,7 @@ from unmask.own_code import is_own
 from unmask.tasks import make_task, task_class
 
 if TYPE_CHECKING:
-    from unmask.decoding.policies import Policy, SelectorNetwork
+    from unmask.decoding.policies import Policy
 
 # Modules that import torch are imported where they are needed: `unmask --help` must not wait for it.
 
@@ -211,10 +211,10 @@ class OrderRecipe(Optimisation):
 def parse_teacher(text: str) -> Policy:
     """The rule, or UserError: it must reveal what the denoiser is sure of, by what the selector reads."""
     from unmask.decoding.confidence import FEATURES
-    from unmask.decoding.policies import EntropyBounded, Factor, Threshold, own_rules, parse_policy
+    from unmask.decoding.policies import EntropyBounded, Factor, Threshold, check_policy, own_rules
 
     with prefixed(f"teacher = {text!r}"):  # a run folder may name a teacher: no code of the user's own is imported
-        rule = None if own_rules(text) else parse_policy(text, network=cast("SelectorNetwork", object()))
+        rule = None if own_rules(text) else check_policy(text)
     if not isinstance(rule, Threshold | Factor | EntropyBounded) or not rule.reads <= FEATURES:
         raise UserError(f"teacher = {text!r} cannot teach: take threshold, factor or eb, such as threshold:0.9")
     return rule

@@ -11,6 +11,7 @@ class AnyDenoiser(Protocol):
     """Any model that generation can run.  `logits` gives the mask token no mass.
 
     Where it has a `vocab_size` too, ids that are neither below it nor below the mask's are refused before any pass.
+    Rules such as `wino` need a `PlacingDenoiser`.
     """
 
     @property
@@ -21,3 +22,13 @@ class AnyDenoiser(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, V] from hidden states [M, D]."""
+
+
+class PlacingDenoiser(AnyDenoiser, Protocol):
+    """A denoiser that can also be told who sees whom, and where each token stands."""
+
+    def hidden_with(self, tokens: Tensor, attend: Tensor, positions: Tensor) -> Tensor:
+        """[B, L, D] from tokens [B, L] at `positions` [B, L], where i sees j if attend [B, L, L] bool holds at i, j.
+
+        L may be larger than its context; positions are not, and several tokens may have the same.
+        """

@@ -169,6 +169,9 @@ class Engine:
             raise UserError(f"{policy.name} reads {', '.join(sorted(unknown))}; a rule can read {known}")
         if policy.fuses and "change" in policy.reads:
             raise UserError(f"{policy.name} fuses logits: it cannot read change too")
+        if policy.shadows and not hasattr(denoiser, "hidden_with"):
+            needed = "attention masks and position ids: a denoiser with hidden_with(tokens, attend, positions)"
+            raise UserError(f"{policy.name} needs {needed}; {type(denoiser).__name__} has none: take another rule")
         self.denoiser, self.policy, self.max_steps = denoiser, policy, max_steps
         self.choice, self.batch_size = choice or TokenChoice(), batch_size
         if self.choice.eos_last and (policy.remasks or not policy.reads):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -185,6 +186,18 @@ class HalfTrunk:
     def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         with torch.autocast(tokens.device.type, torch.bfloat16):
             return self.denoiser.hidden(tokens, attention_mask).float()
+
+    @property
+    def hidden_with(self) -> Any:
+        """Where the denoiser has it: see `PlacingDenoiser`."""
+        own = self.denoiser.hidden_with  # type: ignore[attr-defined]
+
+        def half(tokens: Tensor, attend: Tensor, positions: Tensor) -> Tensor:
+            with torch.autocast(tokens.device.type, torch.bfloat16):
+                hidden: Tensor = own(tokens, attend, positions)
+                return hidden.float()
+
+        return half
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.denoiser.logits(hidden)

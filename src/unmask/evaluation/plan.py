@@ -6,13 +6,14 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies import NetworkPolicy, Policy, SelectorNetwork, parse_policy
+from unmask.decoding.policies import NetworkPolicy, Policy, check_policy, parse_policy
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
 from unmask.errors import UserError, require
@@ -134,7 +135,8 @@ def evaluate(
         learned, heuristics, elsewhere = _swept(setup, policies, steps, sizes, processes), Plan(), list[Record]()
     else:
         names = list(policies) or [*(["learned"] if model.selector is not None else []), *defaults.policies]
-        rules = [rule if isinstance(rule, Policy) else parse_policy(rule, model.selector) for rule in names]
+        known = model.selector, partial(task.token_frequencies, device_of(model.denoiser))
+        rules = [rule if isinstance(rule, Policy) else parse_policy(rule, *known) for rule in names]
         budgets = steps or defaults.budgets
         learned, heuristics = _planned(setup, rules, budgets, bool(policies and steps), sizes, processes)
         elsewhere = [record for other in against for record in _learned_in(Path(other), setup, rules[0])]
@@ -222,7 +224,7 @@ def _is_exact(folder: Path) -> bool:
 
 def _refuse_networks(policies: Iterable[str | Policy]) -> None:
     for given in policies:
-        rule = given if isinstance(given, Policy) else parse_policy(given, cast(SelectorNetwork, object()))
+        rule = given if isinstance(given, Policy) else check_policy(given)
         if isinstance(rule, NetworkPolicy):
             reads = "reads the hidden states of the denoiser that it was learned on"
             raise UserError(f"{rule.key} {reads}, which the exact denoiser has not: leave it out")
@@ -240,7 +242,9 @@ def _swept(
 ) -> Plan:
     """What a curve needs, less what cannot run."""
     _check_steps(caps)
-    plan = sweep(setup.model.selector, policies, caps, int(sizes.max()), sampled=setup.choice.temperature > 0)
+    background = partial(setup.task.token_frequencies, device_of(setup.model.denoiser))
+    longest, sampled = int(sizes.max()), setup.choice.temperature > 0
+    plan = sweep(setup.model.selector, policies, caps, longest, sampled, background)
     fitting = [(rule, cap) for rule, cap in plan if _can_run(rule, cap, sizes)]
     for rule, cap in plan[:1] if not fitting else []:
         rule.check(cap, sizes)  # says why

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -79,7 +80,8 @@ class TextRun:
         other = f"{run} is a run of task {self.task.name}, which takes no texts: give one of task text or gsm8k"
         require(takes_texts, other)
         selector = model.selector
-        self.rule = parse_policy(policy or ("learned" if selector is not None else "top-prob"), selector)
+        background = partial(self.task.token_frequencies, self.device)
+        self.rule = parse_policy(policy or ("learned" if selector is not None else "top-prob"), selector, background)
         self.model = model if isinstance(self.rule, NetworkPolicy) else plain
         own = selector.budget if selector is not None else self.task.length
         self.max_steps, self.samples, self.seed, self.batch_size = max_steps or own, samples, seed, batch_size

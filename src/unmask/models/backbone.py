@@ -236,6 +236,14 @@ class Backbone(nn.Module):
             cos, sin = self.cos[0][layout.positions], self.sin[0][layout.positions]
         return layout.put(self.run(x, cos, sin, layout.attend))
 
+    def at(self, tokens: Tensor, positions: Tensor, attend: Tensor) -> Tensor:
+        """As forward, of tokens at these positions [B, L], where i sees j if attend [B, L, L] bool holds at i, j."""
+        dtype = stream_dtype(self.embedding.weight)
+        x = self.embedding(tokens).to(dtype)
+        if self.positions is not None:
+            x = x + self.positions(positions).to(dtype)
+        return self.run(x, self.cos[0][positions], self.sin[0][positions], attend[:, None])
+
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """The blocks: all that is worth compiling."""
         for block in self.blocks:

@@ -85,6 +85,12 @@ class FrozenDenoiser(nn.Module):
             hidden = self.hidden(tokens.gather(-1, column), attended.gather(-1, column))
             return hidden.gather(1, column.argsort(-1)[..., None].expand_as(hidden))
 
+    @property
+    def hidden_with(self) -> Any:
+        """The network's own, where it has one: see `PlacingDenoiser`."""
+        own = torch.no_grad()(self.network.hidden_with)
+        return torch.autocast(self.place_word.device.type, enabled=False)(own)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, V] from hidden states [M, D]."""
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):

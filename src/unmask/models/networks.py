@@ -59,6 +59,13 @@ class Denoiser(nn.Module):
         hidden: Tensor = self.backbone(tokens, attention_mask)
         return shift_right(hidden, attention_mask) if isinstance(attention_mask, Layout) and self.shift else hidden
 
+    def hidden_with(self, tokens: Tensor, attend: Tensor, positions: Tensor) -> Tensor:
+        """[B, L, D] from tokens [B, L] at `positions` [B, L], where i sees j if attend [B, L, L] bool holds at i, j."""
+        other = "a model with shift reads a token from the state before it, which has seen too much: take another rule"
+        require(not self.shift, other)
+        hidden: Tensor = self.backbone.at(tokens, positions, attend)
+        return hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] from hidden states [..., D]; project only the positions that you need."""
         if self.head is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,7 +80,7 @@ def sample(
     model, plain, task, recipe = open_run(run, None, split, trust_task, denoiser, any_denoiser)
     device = device_of(model.denoiser)
     names = policies or ["learned" if model.selector is not None else "top-prob"]
-    rules = [parse_policy(name, model.selector) for name in names]
+    rules = [parse_policy(name, model.selector, partial(task.token_frequencies, device)) for name in names]
     words = [word.strip() for word in find.split(",")] if find else []
     if words and (len(words) != len(rules) or not set(words) <= {"right", "wrong"}):
         raise UserError(f"--find takes right or wrong for each --policy, such as right,wrong for two, not {find!r}")

@@ -185,6 +185,13 @@ class Task(ABC):
         """[B]: the ids of the training examples at these positions [B] of a stage; here they are drawn at random."""
         return integers(seed, Purpose.EXAMPLE, stage, positions)
 
+    def token_frequencies(self, device: torch.device | str = "cpu") -> Tensor:
+        """[V]: the share of each token in the responses of 1,000 training examples, counted once at least."""
+        examples = self.examples(self.order(0, 0, torch.arange(1000)), "train")
+        written = examples.tokens[examples.response & examples.attention_mask]
+        counts = torch.bincount(written, minlength=len(self.vocabulary)).clamp(min=1)
+        return (counts / counts.sum()).to(device)
+
     def on_split(self, split: str) -> Task:
         """The same task with another held-out split."""
         splits, nearest = self.held_out_splits, did_you_mean(split, self.held_out_splits)
