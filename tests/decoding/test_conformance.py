@@ -320,7 +320,8 @@ def test_the_random_selector_and_the_re_masking_rules_do_something():
     assert generate(DENOISER, PROMPTS, POLICIES["learned, bernoulli"], 13, seed=2).nothing_selected.sum() > 0
     assert generate(DENOISER, PROMPTS, POLICIES["reward:3"], 13, seed=2).nothing_selected.sum() > 0
     for name, policy in POLICIES.items():
-        if policy.remasks and not name.startswith("blocks(3,wino"):  # which has one mask left when it could doubt
+        small = name.startswith(("blocks(3,wino", "blocks(3,saber"))  # one mask is left when they could doubt a token
+        if policy.remasks and not small:
             out = generate(DENOISER, prompts_for(policy), policy, 13, seed=2, temperature=1.0)
             assert out.revisions.max() >= 1, name
 

@@ -238,10 +238,11 @@ class WINO(ByConfidence):
 
     def decide(self, step: Step) -> Decision:
         log_c, log_p = self.log_c(step), step.stats["log_current"]
-        sure = (step.masked & above(log_c, self.tau)).sum(-1)
-        most = (7 * step.masked.sum(-1) // 10).clamp(5, 20)
-        reveal = highest(log_c, step.masked, torch.minimum(sure, most).clamp(min=1))
-        revealed = reveal.sum(-1)
+        sure, masks = (step.masked & above(log_c, self.tau)).sum(-1), step.masked.sum(-1)
+        most = (7 * masks // 10).clamp(5, 20)
+        # No sum of `reveal`: torch 2.13 compiles two choices of which one counts the other in the wrong order.
+        revealed = torch.minimum(torch.minimum(sure, most).clamp(min=1), masks)
+        reveal = highest(log_c, step.masked, revealed)
         before = torch.where(step.index == 0, self.FIRST, step.memory["revealed"])
         doubted = step.response & ~step.masked & (log_p < math.log(self.tau_back) - rounding(log_p))
         remask = highest(-log_p, doubted, torch.where(revealed > 1, before - 1, 0))
