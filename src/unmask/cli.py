@@ -491,7 +491,8 @@ def report(
         ),
     ] = "html",
     examples: Annotated[
-        int, Option(min=0, max=MOST_EXAMPLES, help="Held-out examples to watch in the page, written anew; 0: none.")
+        int,
+        Option(min=0, max=MOST_EXAMPLES, help="Held-out examples to watch in the page, of those evaluated; 0: none."),
     ] = 12,
     markdown: Annotated[
         Path | None, Option(help="Write all tables and plots of a folder of records to this Markdown page instead.")

@@ -154,7 +154,7 @@ def write_html(path: Path, sections: Sequence[Section]) -> None:
         "head": _head(sections),
         "body": "".join(body),
         "foot": f"Written by unmask {in_html(unmask.__version__)}. Nothing on this page comes from a network.",
-        "data": base64.b64encode(gzip.compress(json.dumps(drawn, separators=(",", ":")).encode(), mtime=0)).decode(),
+        "data": base64.b64encode(gzip.compress(json.dumps(drawn, separators=(",", ":")).encode(), 6, mtime=0)).decode(),
     }
     write_text(path, re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page))
 

@@ -5,7 +5,6 @@ Steps are counted from 1 here, as people do; probabilities are in percent.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,16 +115,17 @@ def _policy(task: Task, one: Run, row: int, shown: Tensor, here: Tensor, respons
     count, mask = int(one.out.num_steps[row]), one.denoiser.mask_token_id
     canvases = one.out.history[row, : count + 1]  # [S + 1, L]
     said = zip(*_said(one, canvases[:-1, here], response[here]), strict=True)
-    steps = []
+    steps, before = list[dict[str, Any]](), list[str | None]()
     for canvas, (sure, chosen) in zip(canvases[1:], said, strict=True):
         seen = torch.where((canvas == mask) & response, len(task.vocabulary), canvas)
-        step = {"tokens": labels(task, seen[shown].tolist()), "confidence": _percent(sure, here, shown)}
+        now = labels(task, seen[shown].tolist())
+        changed = [0 if before and token == before[place] else token for place, token in enumerate(now)]
+        step, before = {"tokens": changed, "confidence": _percent(sure, here, shown)}, now
         steps.append(step | ({} if chosen is None else {"selector": _percent(chosen, here, shown)}))
-    drawing = task.drawing(one.out.tokens[row][shown].tolist())
     return {
         "name": one.name,
         "valid": None if one.valid is None else one.valid[row],
-        "drawing": base64.b64encode(drawing.encode()).decode(),
+        "drawing": task.drawing(one.out.tokens[row][shown].tolist()),
         "steps": steps,
     }
 

@@ -187,9 +187,8 @@ function examples(root, list) {
     viewer?.stop();
     choice.value = (which + list.length) % list.length;
     viewer = orderViewer(stage, list[Number(choice.value)]);
-    hidden?.forEach((pressed, i) => {
-      const chip = stage.querySelectorAll(".chip")[i];
-      if (chip.getAttribute("aria-pressed") !== pressed) chip.click();
+    stage.querySelectorAll(".chip").forEach((chip, i) => {
+      if (hidden?.[i] && chip.getAttribute("aria-pressed") !== hidden[i]) chip.click();
     });
   }
   back.onclick = () => show(Number(choice.value) - 1);

@@ -8,8 +8,8 @@
 // given      [bool]: the tokens that belong to the prompt; [] where none does
 // reference  [text]: the right tokens, or null; others are marked where the answer is not valid
 // grid       [columns, columns of a box], or [0, 0] where the tokens stand in a line
-// policies   [{name, valid: true | false | null, drawing: "" | an SVG in base64, steps}]
-// steps      [{tokens: [text | null for a mask], selector: [percent | null], confidence: [percent | null]}]
+// policies   [{name, valid: true | false | null, drawing: "" | an SVG, shown as an image, steps}]
+// steps      [{tokens: [text | null for a mask | 0 as before], selector: [percent | null], confidence: [percent | null]}]
 //            tokens: after the step; selector (may be missing) and confidence: of the masks before it
 //
 // All texts are set as text, never as HTML.  Needs viewer.css.
@@ -205,7 +205,7 @@ class Lane {
     if (policy.drawing) {
       this.drawing = element("img", "drawing");
       this.drawing.alt = "the molecule";
-      this.drawing.src = `data:image/svg+xml;base64,${policy.drawing}`;
+      this.drawing.src = `data:image/svg+xml,${encodeURIComponent(policy.drawing)}`;
       this.box.append(this.drawing);
     }
     policy.steps.forEach((step) => this.add(step));
@@ -215,14 +215,15 @@ class Lane {
   add(step) {
     const before = this.steps.at(-1), size = step.tokens.length, {given} = this.data;
     const since = new Uint16Array(size), times = new Uint16Array(size);
-    step.tokens.forEach((token, p) => {
+    const tokens = step.tokens.map((token, p) => (token === 0 ? before.tokens[p] : token));
+    tokens.forEach((token, p) => {
       const [was, count, text] = before ? [before.since[p], before.times[p], before.tokens[p]] : [0, 0, null];
       const changed = token !== null && !given[p] && (text === null || text !== token);
       since[p] = changed ? this.steps.length + 1 : was;
       times[p] = count + changed;
       if (times[p] > 1 || (token === null && times[p])) this.again = true;
     });
-    this.steps.push({...step, since, times});
+    this.steps.push({...step, tokens, since, times});
     if (!this.cells.length) this.make(size);
   }
 
@@ -272,6 +273,7 @@ class Lane {
       if (token && token.includes("\n")) {
         names.push("line");
         text = token.replaceAll("\n", "↵");
+        if (cell.nextSibling?.tagName !== "BR") cell.after(element("br"));
       }
       const look = [names.join(" "), text, ...colours, full].join("\u0001");
       if (look === cell.look) return;

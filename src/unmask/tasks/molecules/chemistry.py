@@ -43,7 +43,8 @@ def drawn(smiles: str) -> str:
     canvas.drawOptions().clearBackground = False  # type: ignore[assignment]
     rdMolDraw2D.PrepareAndDrawMolecule(canvas, molecule)
     canvas.FinishDrawing()
-    return str(canvas.GetDrawingText())
+    text = str(canvas.GetDrawingText())
+    return text[text.index("<svg") :]  # what stands before it names another encoding
 
 
 class Gaussian(NamedTuple):
