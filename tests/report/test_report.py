@@ -570,7 +570,7 @@ def test_the_page_is_self_contained(page):
 def test_the_verdict_comes_first(page, tmp_path):
     assert page.index("The learned order is 97.3% valid in 2.00 steps; no rule was") < page.index("groups: &lt;16&gt;")
     write_html(tmp_path / "page.html", [Section("one", "", [LEARNED, ONE, TWO], LAYOUT)])
-    told = "better than every rule: 97.3% valid in 1.98 steps, against 29.6% of the best rule at equal steps (iid)."
+    told = "better than every rule: 97.3% valid in 1.98 steps, against 29.6% with the best rule at equal steps (iid)."
     assert f"<h1>The learned order is {told}</h1>" in (tmp_path / "page.html").read_text()
     write_html(tmp_path / "page.html", [Section(name, "", [LEARNED, ONE, TWO], LAYOUT) for name in "ab"])
     assert "<h1>In 2 of 2 runs the learned order is better" in (tmp_path / "page.html").read_text()

@@ -301,20 +301,15 @@ def _quality(series: Sequence[Series]) -> dict[str, Any]:
 def _swept(curve: Curve) -> dict[str, Any]:
     """Every setting of every rule; those on the frontier of their family with intervals, the others small."""
     lines = []
-    families = grouped(curve.points, lambda point: (point.family != "learned", point.family))
-    for (is_rule, family), points in sorted(families.items()):
-        corners = {point.key for point in frontier(points)}
-        for small in (False, True):
-            found = []
-            for point in sorted(points, key=lambda point: point.mean_steps):
-                if (point.key not in corners) == small:
-                    low, high = (100 * point.ci_low, 100 * point.ci_high)
-                    said = f"{point.policy} @ {point.cap}: {100 * point.score:.1f}% [{low:.1f}, {high:.1f}]"
-                    ends = [None, None] if small else [round(low, 2), round(high, 2)]
-                    found.append([point.mean_steps, round(100 * point.score, 2), *ends, visible(said), False])
-            label = f"{family}, other settings" if small else f"{family}, best settings"
-            if found:
-                lines.append({"label": visible(label), "learned": not is_rule, "small": small, "points": found})
+    for family, points in sorted(grouped(curve.points, lambda point: point.family).items()):
+        corners, found = {point.key for point in frontier(points)}, []
+        for point in sorted(points, key=lambda point: point.mean_steps):
+            y, low, high = (round(100 * value, 2) for value in (point.score, point.ci_low, point.ci_high))
+            said = f"{point.policy} @ {point.cap}: {y:.1f}% [{low:.1f}, {high:.1f}] in {point.mean_steps:.2f} steps"
+            is_corner = point.key in corners
+            ends = [low, high] if is_corner else [None, None]
+            found.append([point.mean_steps, y, *ends, visible(said), False, not is_corner])
+        lines.append({"label": visible(family), "learned": family == "learned", "points": found})
     return _score_chart("Quality against steps, every setting swept", lines)
 
 

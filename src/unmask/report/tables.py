@@ -358,7 +358,7 @@ def verdict(records: Sequence[Record]) -> str:
     gain = learned.outcome.score - rival.equal.score
     low, high = rival.interval or (gain, gain)
     how = "better than every" if low > 0 else "worse than the best" if high < 0 else "not clearly better than the best"
-    against = f"against {_score(rival.equal.score)}% of the best rule at equal steps ({rival.policy})"
+    against = f"against {_score(rival.equal.score)}% with the best rule at equal steps ({rival.policy})"
     return f"The learned order is {how} rule: {own}, {against}."
 
 

@@ -26,7 +26,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-// {title, x, y, log, percent, series: [{label, learned, line, points: [[x, y, low, high, text, joined to the one before]]}]}
+// {title, x, y, log, percent, series: [{label, learned, line, points: [[x, y, low, high, text, joined to the one before, small]]}]}
 function chart(root, data) {
   const svg = drawn("svg", {role: "img", "aria-label": data.title});
   root.prepend(svg);
@@ -70,12 +70,12 @@ function chart(root, data) {
     places = [];
     groups = data.series.map((series, i) => {
       const group = drawn("g"), {colour, shape} = looks[i];
-      series.points.forEach(([x, y, low, high, text, joined], k) => {
+      series.points.forEach(([x, y, low, high, text, joined, small], k) => {
         const [px, py] = [X(x), Y(y)], [bx, by] = k ? series.points[k - 1] : [];
         if (k && (series.line || joined))
           group.append(drawn("line", {x1: X(bx), y1: Y(by), x2: px, y2: py, stroke: colour, "stroke-width": series.line ? 2 : 1.2, opacity: series.line ? 1 : 0.55, "stroke-linecap": "round"}));
         if (low != null) group.append(drawn("line", {x1: px, x2: px, y1: Y(low), y2: Y(high), stroke: colour, "stroke-width": 2, opacity: 0.45}));
-        if (!series.line) group.append(drawn("path", {d: shape, transform: `translate(${px} ${py}) scale(${series.learned ? 1.5 : series.small ? 0.6 : 1.1})`, fill: colour, stroke: "var(--card)", "stroke-width": 0.8}));
+        if (!series.line) group.append(drawn("path", {d: shape, transform: `translate(${px} ${py}) scale(${small ? 0.6 : series.learned ? 1.5 : 1.1})`, fill: colour, stroke: "var(--card)", "stroke-width": 0.8}));
         places.push({px, py, series: i, lines: [series.label, text]});
       });
       return group;

@@ -112,9 +112,10 @@ function orderViewer(root, data) {
       bar.append(mark);
     }
     legend.append(bar);
-    const signs = [["masked", "token mask", "·"]];
-    if (lanes.some((lane) => lane.policy.steps.some((s) => s.selector)))
-      signs.push(["masked, filled by the selector's probability of revealing it now", "token mask sample", "·"]);
+    const filled = lanes.some((lane) => lane.steps.some((one) => one.selector));
+    const signs = [filled
+      ? ["masked, as full as the selector's probability of revealing it now", "token mask sample", "·"]
+      : ["masked", "token mask", "·"]];
     if (data.given.some(Boolean)) signs.push(["given", "token given", "a"]);
     if (data.reference) signs.push(["not as in the reference, in an answer that is not valid", "token differs", "a"]);
     if (lanes.some((lane) => lane.again)) signs.push(["masked again, or written again", "token mask again", "↺"]);
