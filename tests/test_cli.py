@@ -820,6 +820,7 @@ def test_the_exact_denoiser_of_a_run_has_its_own_records(chain, call, refused, t
     assert code == 0, err
     assert (run / "exact" / "curve.json").exists()
     assert call("report", run / "exact")[0] == 0
+    assert "data-orders" in (run / "exact" / "report.html").read_text(), "nothing is left out"
     for options in ([], ["--curve"]):
         said = refused("evaluate", run, "--exact-denoiser", "--policy", "learned", *options)
         assert "learned reads the hidden states of the denoiser that it was learned on" in said

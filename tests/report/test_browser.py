@@ -59,6 +59,7 @@ HEAT = {
     "policies": ["learned, T = 2", "p2 @ 3"],
     "grid": [0, 0],
     "groups": [[0, 2], [1, 3]],
+    "first": 0,
     "positions": [[1.0, 2.0, 1.5, None], [1.0, 3.0, 2.0, 3.0]],
     "classes": {"digit": [1.5, 2.0], "operator": [None, 3.0]},
     "examples": 3,

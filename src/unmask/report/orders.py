@@ -198,10 +198,12 @@ def heat(task: Task, found: Sequence[Run]) -> dict[str, Any]:
         among = torch.tensor([[[name == kind for name in row] for row in rows] for rows in kinds])
         if not (means := when.where(among, torch.nan).flatten(1).nanmean(-1)).isnan().all():
             classes[kind] = _rounded(means)
+    groups = [[place for place in group if written[place] or task.grid[0]] for group in task.layout]
     return {
         "policies": [one.name for one in found],
         "grid": task.grid,
-        "groups": [[place for place in group if written[place] or task.grid[0]] for group in task.layout],
+        "groups": [group for group in groups if group],
+        "first": 0 if task.grid[0] else int(written.nonzero()[0]),  # what stands before it is a prompt
         "positions": [_rounded(row) for row in when.nanmean(1)],
         "classes": classes if len(classes) > 1 else {},
         "examples": when.shape[1],

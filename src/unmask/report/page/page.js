@@ -117,7 +117,7 @@ function chart(root, data) {
   draw();
 }
 
-// {policies, grid, groups: [[position]], positions: [[mean step]] per rule, classes: {name: [mean step per rule]}, examples}
+// {policies, grid, groups: [[position]], first: position, positions: [[mean step]] per rule, classes: {name: [mean step per rule]}, examples}
 function heatMap(root, data) {
   const known = [...data.positions.flat(), ...Object.values(data.classes).flat()].filter((value) => value !== null);
   const last = Math.max(1, ...known), box = element("div", data.grid[0] ? "squares" : "strips"), [columns] = data.grid;
@@ -136,7 +136,7 @@ function heatMap(root, data) {
           ? {x: column * size, y: row * size, width: size - gap, height: size - gap, rx: 3}
           : {x: place * size, y: 0, width: Math.max(size - gap, size * 0.7), height: 34, rx: gap});
         cell.setAttribute("fill", value === null ? "var(--grid)" : stepColour(value, last)[0]);
-        cell.about = [name, `position ${position + 1}`, value === null ? "never written" : `revealed at step ${value} on average`];
+        cell.about = [name, `position ${position - data.first + 1}`, value === null ? "never written" : `revealed at step ${value} on average`];
         svg.append(cell);
         place += 1;
       });
