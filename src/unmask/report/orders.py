@@ -192,10 +192,10 @@ def heat(task: Task, found: Sequence[Run]) -> dict[str, Any]:
     when = torch.stack([one.out.reveal_step for one in found]).double() + 1  # [rules, B, L]
     when = torch.where(when > 0, when, torch.nan)
     written = ~when.isnan().all(0).all(0)  # [L]
-    kinds = [[[task.kind(token) for token in row] for row in one.out.tokens.tolist()] for one in found]
-    classes = {}
-    for kind in dict.fromkeys(name for rows in kinds for row in rows for name in row):
-        among = torch.tensor([[[name == kind for name in row] for row in rows] for rows in kinds])
+    different, which = torch.stack([one.out.tokens for one in found]).unique(return_inverse=True)
+    kinds, classes = [task.kind(token) for token in different.tolist()], {}
+    for kind in dict.fromkeys(kinds):
+        among = torch.tensor([name == kind for name in kinds])[which]
         if not (means := when.where(among, torch.nan).flatten(1).nanmean(-1)).isnan().all():
             classes[kind] = _rounded(means)
     groups = [[place for place in group if written[place] or task.grid[0]] for group in task.layout]

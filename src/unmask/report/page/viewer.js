@@ -5,10 +5,10 @@
 //   viewer.add(policy, step)      one more step of a rule that is still writing (policy: its index)
 //
 // prompt     a text above the tokens, or ""
-// given      [bool]: the tokens that belong to the prompt; [] where none does
+// given      [bool]: the tokens that belong to the prompt; may be [] where none does
 // reference  [text]: the right tokens, or null; others are marked where the answer is not valid
 // grid       [columns, columns of a box], or [0, 0] where the tokens stand in a line
-// policies   [{name, valid: true | false | null, drawing: "" | an SVG, shown as an image, steps}]
+// policies   [{name, valid: true | false | null (may be set later), drawing: "" | an SVG, shown as an image, steps}]
 // steps      [{tokens: [text | null for a mask | 0 as before], selector: [percent | null], confidence: [percent | null]}]
 //            tokens: after the step; selector (may be missing) and confidence: of the masks before it
 //
@@ -86,6 +86,7 @@ function orderViewer(root, data) {
   }
   const prompt = element("p", "prompt", data.prompt);
   prompt.hidden = !data.prompt;
+  if (data.prompt.length > 400) prompt.tabIndex = 0; // it may scroll
   const reading = element("p", "unseen");
   reading.setAttribute("aria-live", "polite");
   root.classList.add("viewer");
@@ -117,7 +118,7 @@ function orderViewer(root, data) {
       ? ["masked, as full as the selector's probability of revealing it now", "token mask sample", "·"]
       : ["masked", "token mask", "·"]];
     if (data.given.some(Boolean)) signs.push(["given", "token given", "a"]);
-    if (data.reference) signs.push(["not as in the reference, in an answer that is not valid", "token differs", "a"]);
+    if (data.reference) signs.push(["not as in the reference", "token differs", "a"]);
     if (lanes.some((lane) => lane.again)) signs.push(["masked again, or written again", "token mask again", "↺"]);
     for (const [text, className, sign] of signs) {
       const entry = element("span", "sign");
@@ -209,6 +210,7 @@ class Lane {
       this.drawing.src = `data:image/svg+xml,${encodeURIComponent(policy.drawing)}`;
       this.box.append(this.drawing);
     }
+    this.make(data.given.length || policy.steps[0]?.tokens.length || 0);
     policy.steps.forEach((step) => this.add(step));
   }
 
@@ -246,13 +248,14 @@ class Lane {
     }
     this.field.append(made);
     this.field.classList.toggle("few", size <= 48);
+    if (size > 48) this.field.tabIndex = 0; // it may scroll
   }
 
   show(step, last) {
     const now = this.now = Math.min(step, this.steps.length), canvas = this.steps[now - 1], next = this.steps[now];
     const done = now === this.steps.length && step >= now, {reference, given} = this.data;
     this.cells.forEach((cell, p) => {
-      const isGiven = given[p], token = isGiven ? this.steps[0].tokens[p] : canvas ? canvas.tokens[p] : null;
+      const isGiven = given[p], token = isGiven ? (this.steps[0]?.tokens[p] ?? "") : canvas ? canvas.tokens[p] : null;
       const names = ["token"];
       let text = token, colours = ["", ""], full = "";
       if (token === null) {
@@ -299,7 +302,7 @@ class Lane {
   // What the hover box says of a position.
   about(p) {
     const canvas = this.steps[this.now - 1], {given, reference} = this.data;
-    const token = given[p] ? this.steps[0].tokens[p] : canvas ? canvas.tokens[p] : null;
+    const token = given[p] ? (this.steps[0]?.tokens[p] ?? "") : canvas ? canvas.tokens[p] : null;
     const lines = [`position ${p + 1}: ${token === null ? "masked" : token === "░" ? "end of sequence" : JSON.stringify(token)}`];
     if (given[p]) return [...lines, "given"];
     const at = token === null ? this.now : canvas.since[p] - 1, said = this.steps[at];
