@@ -56,12 +56,12 @@ def long(tokens=1000, steps=40):
 
 
 HEAT = {
-    "policies": ["learned, T = 2", "p2 @ 3"],
+    "policies": ["learned, T = 2", "p2 @ 3", *["threshold(0.9,confidence=sampled) @ 16"] * 2],
     "grid": [0, 0],
     "groups": [[0, 2], [1, 3]],
     "first": 0,
-    "positions": [[1.0, 2.0, 1.5, None], [1.0, 3.0, 2.0, 3.0]],
-    "classes": {"digit": [1.5, 2.0], "operator": [None, 3.0]},
+    "positions": [[1.0, 2.0, 1.5, None], *[[1.0, 3.0, 2.0, 3.0]] * 3],
+    "classes": {"digit": [1.5, 2.0, 2.0, 2.0], "operator": [None, 3.0, 1.0, 1.0]},
     "examples": 3,
 }
 ORDERS = {"examples": [race(), square(), long()], "heat": HEAT}
@@ -287,7 +287,7 @@ def test_a_phone_cuts_nothing(opened, page_file):
     page.get_by_label("all columns").check()
     for _ in range(3):
         assert page.evaluate("document.documentElement.scrollWidth") <= 420
-        cut = page.locator("table.rows").evaluate_all(
+        cut = page.locator("table").evaluate_all(
             "all => all.filter((one) => one.scrollWidth > one.parentElement.clientWidth + 1).length"
         )
         assert cut == 0
