@@ -832,6 +832,7 @@ def test_the_exact_denoiser_of_a_run_has_its_own_records(chain, call, refused, t
     assert code == 0, err
     assert (run / "exact" / "curve.json").exists()
     assert call("report", run / "exact")[0] == 0
+    assert "data-orders" in (run / "exact" / "report.html").read_text(), "nothing is left out"
     for options in ([], ["--curve"]):
         said = refused("evaluate", run, "--exact-denoiser", "--policy", "learned", *options)
         assert "learned reads the hidden states of the denoiser that it was learned on" in said
@@ -874,7 +875,7 @@ def test_without_verdicts_there_is_no_interval(call, run):
     assert call("report", run)[0] == 0
     page = (run / "report.html").read_text()
     assert "equal steps" in page
-    assert "<td>–</td>" in page
+    assert 'data-label="95%">–</td>' in page
 
 
 def test_the_table_says_what_the_heuristics_ran_on(base, call, tmp_path):
@@ -1019,10 +1020,28 @@ def test_report_writes_one_page(call, run):
     assert "report.html" in text
     page = (run / "report.html").read_text()
     assert "learned, T = 2" in page
-    assert page.count("<svg") == 2
-    for part in ("equal steps", "95% interval from a paired bootstrap", "mean score", "frozen denoiser"):
+    for part in ("equal steps", "95% interval from a paired bootstrap", "mean score", "frozen denoiser", "Watch it"):
         assert part in page
-    assert (run / "orders.png").read_bytes().startswith(b"\x89PNG")
+    assert "data-orders" not in (call("report", run, "--examples", "0"), (run / "report.html").read_text())[1]
+
+
+def test_report_without_the_model(call, run):
+    """The records are enough for all but the viewer, and the page says why."""
+    (run / "model.safetensors").write_bytes(b"damaged")
+    assert call("report", run)[0] == 0
+    page = (run / "report.html").read_text()
+    assert "The order viewer is left out: " in page
+    assert "data-chart" in page
+    assert "data-orders" not in page
+
+
+def test_report_for_papers(call, refused, run):
+    for name in ("md", "csv", "tex"):
+        assert f"report.{name}" in call("report", run, "--format", name)[1]
+        assert "learned" in (run / f"report.{name}").read_text()
+    assert "report-orders.png" in call("report", run, "--format", "png")[1]
+    assert (run / "report-orders.png").read_bytes().startswith(b"\x89PNG")
+    assert "choose from html, md" in refused("report", run, "--format", "docx")
 
 
 def test_report_elsewhere_leaves_the_run_alone(base, call, tmp_path):
@@ -1105,7 +1124,7 @@ def test_the_demo_fails_loudly_if_the_order_does_not_win(tiny_demo, call, tmp_pa
     assert code == 1
     assert "the learned order did NOT win: " in err
     assert "wins at" not in text
-    assert {"config.json", "results.jsonl", "report.html", "orders.png"} <= set(contents(out))
+    assert {"config.json", "results.jsonl", "report.html"} <= set(contents(out))
     assert json.loads((out / "recipe.json").read_text())["seed"] == 3
     assert {record["seed"] for record in flat_lines(out / "results.jsonl")} == {3}
 

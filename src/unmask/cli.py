@@ -481,13 +481,25 @@ def report(
         list[Path],
         Argument(help="Folders of evaluated runs; with --markdown the folder of records.", show_default=False),
     ],
-    out: Annotated[Path | None, Option(help="The page to write.", show_default="report.html in the first run")] = None,
+    out: Annotated[Path | None, Option(help="The file to write.", show_default="report.html in the first run")] = None,
+    format_: Annotated[
+        str,
+        Option(
+            "--format",
+            help="html: the page. For papers: md, csv or tex, the tables; png or pdf, the plots, each in a file beside "
+            "--out.",
+        ),
+    ] = "html",
+    examples: Annotated[
+        int,
+        Option(min=0, max=MOST_EXAMPLES, help="Held-out examples to watch in the page, of those evaluated; 0: none."),
+    ] = 12,
     markdown: Annotated[
         Path | None, Option(help="Write all tables and plots of a folder of records to this Markdown page instead.")
     ] = None,
     trust_task: TrustTask = False,
 ) -> None:
-    """Draw the results of one or more runs as one self-contained HTML page.
+    """One self-contained HTML page of one or more runs: the verdict, plots, tables, and the orders to watch.
 
     With --markdown, the records that `unmask reproduce` left in OUT/results become a Markdown page.
     """
@@ -499,11 +511,18 @@ def report(
         write_page(markdown, runs[0])
         say(f"page: {markdown}")
         return
-    from unmask.report.html import write_report
+    from unmask.report.formats import FORMATS, write_format
+    from unmask.report.html import read_sections, write_report
 
-    page = out or runs[0] / "report.html"
-    write_report(runs, page, trust_task, pictures=out is None)
-    say(f"report: {page}")
+    if format_ not in ("html", *FORMATS):
+        raise UserError(f"--format {format_}: choose from html, {', '.join(FORMATS)}")
+    path = out or runs[0] / f"report.{format_}"
+    written = [path]
+    if format_ == "html":
+        write_report(runs, path, trust_task, examples)
+    else:
+        written = write_format(path, format_, read_sections(runs, trust_task))
+    say("\n".join(f"report: {file}" for file in written))
 
 
 @app.command()

@@ -102,7 +102,7 @@ def evaluate(
         if task is not None:
             raise UserError("a run has its own task: leave out `task`, or give a model instead of the run's folder")
         folder = Path(run_or_model)
-        if _is_exact(folder):
+        if is_exact(folder):
             recipe, task = load_task(folder, trust_task)
             task = task.on_split(split) if split else task
             model = plain = ExactModel(ExactDenoiser(task))
@@ -201,7 +201,7 @@ def exact_folder(source: Path, out: Path | None, overrides: Sequence[str] = (), 
     if (source / "recipe.json").exists():
         require(not overrides, f"--set is for a recipe, and {source} is a run: leave it out")
         recipe, task = load_task(source, trust_task)
-        folder = out or (source if _is_exact(source) else source / EXACT)
+        folder = out or (source if is_exact(source) else source / EXACT)
     else:
         recipe = load_recipe(source, overrides)
         if out is None:
@@ -216,7 +216,7 @@ def exact_folder(source: Path, out: Path | None, overrides: Sequence[str] = (), 
     return folder
 
 
-def _is_exact(folder: Path) -> bool:
+def is_exact(folder: Path) -> bool:
     """Whether `exact_folder` made it."""
     found = (folder / "recipe.json").exists() and not (folder / "config.json").exists()
     return found and read_recipe(folder).model.label == EXACT

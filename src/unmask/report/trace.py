@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from unmask.decoding.denoiser import AnyDenoiser
-from unmask.decoding.generate import Engine
+from unmask.decoding.generate import Engine, Generation
 from unmask.decoding.policies import NetworkPolicy, Policy, parse_policy
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import in_html, in_markup, visible
@@ -22,7 +23,7 @@ from unmask.errors import UserError, require
 from unmask.evaluation.evaluate import device_of
 from unmask.evaluation.plan import open_run
 from unmask.progress import watched
-from unmask.tasks.task import Task, check_no_mask
+from unmask.tasks.task import Examples, Task, check_no_mask
 
 MASK, END = "·", "░"
 BROKEN, LETTER = "\ufffd", 4  # what a decoder writes for a part of a letter, and the most bytes of one
@@ -136,51 +137,84 @@ def write(
     """
     ids, mask = torch.tensor([example]), denoiser.mask_token_id
     truth = task.examples(ids, "test") if given is None else task.prompted(given)
-    check_no_mask(truth, mask, task.text)
-    canvas = torch.where(truth.response, mask, truth.tokens)
-    engine = Engine(denoiser, rule, budget, choice)
-    out = engine.generate(
-        canvas.to(device), seed=seed, ids=ids, attention_mask=truth.attention_mask.to(device), history=True
-    )
+    out = generated(denoiser, task, rule, budget, choice, truth, ids, seed, device)
     assert out.history is not None
-    tokens, steps, history = out.tokens.cpu(), out.reveal_step.cpu(), out.history.cpu()
-    here, response = out.attention_mask[0].cpu(), truth.response[0]
-    prompt = here & ~response
-    # The prompt of a text is shown as a question, without the tokens; one that stands around the response, with them.
-    is_question = task.text_tokenizer is not None and not (prompt & (response.cumsum(-1) > 0)).any()
-    shown = response if is_question else here
+    tokens, steps, history = out.tokens, out.reveal_step, out.history
+    here, response = out.attention_mask[0], truth.response[0]
+    shown, is_question = positions_shown(task, truth, 0)
     frames, when = [], torch.full_like(tokens[0][here], PROMPT)
     for i, (before, after) in enumerate(pairwise(history[0, :, here])):  # without padding
         when = torch.where((before == mask) & (after != mask), i, when)
         seen = torch.where(after == mask, len(task.vocabulary), after)  # the mask may be one of the task's tokens
         frames.append(spans(task, seen[shown[here]].tolist(), when[shown[here]].tolist()))
     question, wanted = (
-        visible(task.text(truth.tokens[0][part].tolist())) if is_question else "" for part in (prompt, response)
+        visible(task.text(truth.tokens[0][part].tolist())) if is_question else ""
+        for part in (here & ~response, response)
     )
     result = spans(task, tokens[0][shown].tolist(), steps[0][shown].tolist())
     told = (example, rule.name, budget, question, wanted if given is None else "", frames, result, int(out.num_steps))
     return Writing(*told, bool(task.valid(tokens, truth)[0]) if given is None and task.has_checker else None)
 
 
-def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
-    """Tokens as they read.  Those of a text follow one another without spaces, and the EOS tokens that fill a response
-    are one mark with their number.  Tokens that are parts of one letter are one span, of the last of their steps."""
-    is_text = task.text_tokenizer is not None
-    found, before, i = list[Span](), list[int](), 0  # before: the tokens of the span to the left
+def generated(
+    denoiser: AnyDenoiser,
+    task: Task,
+    rule: Policy,
+    budget: int,
+    choice: TokenChoice,
+    truth: Examples,
+    ids: Tensor,  # [B]: they name the random draws
+    seed: int,
+    device: torch.device | str,
+) -> Generation:
+    """What a rule writes for the prompts of these examples, with every canvas, on the CPU."""
+    check_no_mask(truth, denoiser.mask_token_id, task.text)
+    canvas = torch.where(truth.response, denoiser.mask_token_id, truth.tokens)
+    engine, attended = Engine(denoiser, rule, budget, choice), truth.attention_mask.to(device)
+    out = engine.generate(canvas.to(device), seed=seed, ids=ids, attention_mask=attended, history=True)
+    there: dict[str, Any] = {name: value.cpu() for name, value in vars(out).items() if torch.is_tensor(value)}
+    return replace(out, **there)
+
+
+def positions_shown(task: Task, truth: Examples, row: int) -> tuple[Tensor, bool]:
+    """[L] bool: the positions that are shown as tokens, and whether the prompt is a question apart from them.
+
+    The prompt of a text is a question; one that stands around the response is shown among its tokens.
+    """
+    here, response = truth.attention_mask[row], truth.response[row]
+    prompt = here & ~response
+    is_question = task.text_tokenizer is not None and not (prompt & (response.cumsum(-1) > 0)).any()
+    return (response if is_question else here), is_question
+
+
+def pieces(task: Task, tokens: Sequence[int]) -> Iterator[tuple[str | None, int]]:
+    """How tokens read, each with their number: one, or several that are parts of one letter.  A mask is None."""
+    is_text, before, i = task.text_tokenizer is not None, list[int](), 0  # before: the tokens of the piece to the left
     while i < len(tokens):
-        size = 1
+        size, shown = 1, None
         if tokens[i] >= len(task.vocabulary):
-            found.append(Span(MASK, None))
             before = []
-        elif is_text and tokens[i] == task.eos_token_id:
-            found.append(Span(END, when[i], is_end=True))
-            before = []
+        elif tokens[i] == task.eos_token_id:
+            shown, before = END, []
         else:
             size = _letter_size(task, tokens[i : i + LETTER])
             here = list(tokens[i : i + size])
-            shown = _read_after(task, before, here) if is_text else task.text(here)
-            found.append(Span(visible(shown.replace("\n", "↵")), max(when[i : i + size])))
+            shown = visible(_read_after(task, before, here) if is_text else task.text(here))
             before = [] if BROKEN in shown else here
+        yield shown, size
+        i += size
+
+
+def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
+    """Tokens as they read.  Those of a text follow one another without spaces, and the EOS tokens that fill a response
+    are one mark with their number.  Tokens that are parts of one letter are one span, of the last of their steps."""
+    is_text, found, i = task.text_tokenizer is not None, list[Span](), 0
+    for text, size in pieces(task, tokens):
+        if text is None:
+            found.append(Span(MASK, None))
+        else:
+            is_end = is_text and tokens[i] == task.eos_token_id
+            found.append(Span(text.replace("\n", "↵"), max(when[i : i + size]), is_end))
         i += size
     if not is_text:
         return [span for item in found for span in (item, Span(" ", PROMPT))][:-1]

@@ -148,6 +148,26 @@ class Task(ABC):
         return (tuple(range(self.length)),)
 
     @property
+    def grid(self) -> tuple[int, int]:
+        """The columns of the square in which the tokens stand, and of a box in it; (0, 0): they stand in a line."""
+        return 0, 0
+
+    def kind(self, token: int) -> str:
+        """The class of a token, by which pictures sum up: digit, operator, word, other or EOS."""
+        text = self.text([token]).strip()
+        if token == self.eos_token_id:
+            return "EOS"
+        if text.isdigit():
+            return "digit"
+        if any(letter.isalpha() for letter in text):
+            return "word"
+        return "operator" if text and not set(text) - set("+-*/=<>%^()×÷") else "other"
+
+    def drawing(self, tokens: Sequence[int]) -> str:
+        """An SVG of what these tokens stand for, where that is more than a text; else ""."""
+        return ""
+
+    @property
     def test_examples(self) -> int | None:
         """The number of held-out examples; None: as many as are asked for."""
         return None
