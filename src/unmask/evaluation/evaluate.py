@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import unmask
 from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.generate import Engine
-from unmask.decoding.policies import NetworkPolicy, Policy
+from unmask.decoding.policies import Policy, network_of
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
 from unmask.errors import UserError
@@ -63,10 +63,10 @@ class Setup:
     compile: bool = False
 
     def denoiser_of(self, policy: Policy) -> AnyModel:
-        return (self.model if isinstance(policy, NetworkPolicy) else self.plain).denoiser
+        return (self.model if network_of(policy) is not None else self.plain).denoiser
 
     def spec(self, policy: Policy, budget: int) -> EvaluationSpec:
-        selector = policy.network if isinstance(policy, NetworkPolicy) else None
+        selector = network_of(policy)
         learned, choice = selector is not None, self.choice
         return EvaluationSpec(
             task=self.task.name,

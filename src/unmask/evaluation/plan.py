@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies import NetworkPolicy, Policy, SelectorNetwork, parse_policy
+from unmask.decoding.policies import Policy, SelectorNetwork, network_of, parse_policy, trained_steps
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
 from unmask.errors import UserError, require
@@ -223,7 +223,7 @@ def _is_exact(folder: Path) -> bool:
 def _refuse_networks(policies: Iterable[str | Policy]) -> None:
     for given in policies:
         rule = given if isinstance(given, Policy) else parse_policy(given, cast(SelectorNetwork, object()))
-        if isinstance(rule, NetworkPolicy):
+        if network_of(rule) is not None:
             reads = "reads the hidden states of the denoiser that it was learned on"
             raise UserError(f"{rule.key} {reads}, which the exact denoiser has not: leave it out")
 
@@ -262,11 +262,12 @@ def _planned(
     Without any budget, heuristics run at the learned one, or else at one step per token.
     """
     selector = setup.model.selector
-    own = [selector.budget] if selector is not None else []
+    trained = trained_steps(selector, int(sizes.max()))
+    own = [trained] if trained is not None else []
     learned: Plan = []
     heuristics: Plan = []
     for rule in {rule.name: rule for rule in rules}.values():
-        is_learned = isinstance(rule, NetworkPolicy)
+        is_learned = network_of(rule) is not None
         wanted = own if is_learned and not all_at else budgets or own or [setup.task.length]
         wanted = list(dict.fromkeys(wanted))
         _check_steps(wanted)

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from unmask.decoding.generate import Engine
-from unmask.decoding.policies import IID, Learned, NetworkPolicy, parse_policy
+from unmask.decoding.policies import IID, Learned, network_of, parse_policy, trained_steps
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
 from unmask.errors import UserError, prefixed, require
+from unmask.evaluation.evaluate import response_sizes
 from unmask.evaluation.plan import open_run
 from unmask.progress import progress
 from unmask.rng import Purpose, uniforms
@@ -80,12 +81,12 @@ class TextRun:
         require(takes_texts, other)
         selector = model.selector
         self.rule = parse_policy(policy or ("learned" if selector is not None else "top-prob"), selector)
-        self.model = model if isinstance(self.rule, NetworkPolicy) else plain
-        own = selector.budget if selector is not None else self.task.length
+        self.model = model if network_of(self.rule) is not None else plain
+        own = trained_steps(selector, int(response_sizes(self.task, 1)[0])) or self.task.length
         self.max_steps, self.samples, self.seed, self.batch_size = max_steps or own, samples, seed, batch_size
         self.mask, self.eos = self.model.denoiser.mask_token_id, self.task.eos_token_id
         Engine(self.model.denoiser, self.rule, self.max_steps, batch_size=batch_size)  # or says what is wrong
-        if isinstance(self.rule, NetworkPolicy):
+        if network_of(self.rule) is not None:
             self.rule.check(self.max_steps, torch.empty(0))
 
     def write(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:

@@ -43,6 +43,7 @@ class FrozenDenoiser(nn.Module):
         own: str = getattr(network, "fingerprint", "")  # of what has no weights
         self.fingerprint = weights_fingerprint(network) if isinstance(network, nn.Module) else own
         backbone = getattr(network, "backbone", None)
+        self.block_size: int = getattr(network, "block_size", 0)
         self.takes_layout = isinstance(backbone, Backbone)
         self.register_buffer("place_word", torch.zeros(()), persistent=False)  # where it is, if it has no weights
         self.requires_grad_(False).eval()

@@ -14,11 +14,11 @@ from rich.console import Console
 
 from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.generate import Engine
-from unmask.decoding.policies import NetworkPolicy, Policy, parse_policy
+from unmask.decoding.policies import Policy, network_of, parse_policy, trained_steps
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import in_html, in_markup, visible
 from unmask.errors import UserError, require
-from unmask.evaluation.evaluate import device_of
+from unmask.evaluation.evaluate import device_of, response_sizes
 from unmask.evaluation.plan import open_run
 from unmask.progress import watched
 from unmask.tasks.task import Task, check_no_mask
@@ -88,7 +88,7 @@ def sample(
     require(not find or task.has_checker, f"--find needs a checker, and task {task.name} has none: leave it out")
     temperature = recipe.evaluate.temperature if temperature is None else temperature
     choice = TokenChoice(temperature, top_p, top_k, eos_token_id=task.eos_token_id)
-    budget = steps or (model.selector.budget if model.selector is not None else 4)
+    budget = steps or trained_steps(model.selector, int(response_sizes(task, 1)[0])) or 4
     limit = task.test_examples
     if limit is not None and (beyond := [i for i in examples if i >= limit]):
         raise UserError(f"task {task.name} has the examples 0 to {limit - 1}: no --example {beyond[0]}")
@@ -97,7 +97,7 @@ def sample(
 
     def written(example: int) -> Iterator[Writing]:
         for rule in rules:
-            used = (model if isinstance(rule, NetworkPolicy) else plain).denoiser
+            used = (model if network_of(rule) is not None else plain).denoiser
             prompt = prompts[example] if prompts else None
             yield write(used, task, rule, budget, example, choice, seed, prompt, device)
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.rule import Decision, NetworkPolicy, Policy, Step
-from unmask.errors import require
+from unmask.decoding.blocks import block_causal, block_numbers
+from unmask.decoding.policies.rule import Decision, NetworkPolicy, Policy, SelectorNetwork, Step
+from unmask.errors import UserError, require
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ class Blocks(Policy):
         require(type(self.size) is int and self.size >= 1, f"blocks: the size must be at least 1, got {self.size!r}")
         require(isinstance(self.inner, Policy), f"blocks needs a rule such as margin, not {self.inner!r}")
         revises = self.inner.remasks or self.inner.reads_revealed
-        inside = not (revises or isinstance(self.inner, Blocks | NetworkPolicy))
-        wanted = "give one that never re-masks, reads masks only and needs no network"
+        network = isinstance(self.inner, NetworkPolicy) and getattr(self.inner.network, "block_size", 0) != self.size
+        inside = not (revises or isinstance(self.inner, Blocks) or network)
+        wanted = "give one that never re-masks, reads masks only and needs no network but one learned for such blocks"
         require(inside, f"blocks cannot hold {self.inner.name}: {wanted}")
 
     @property
@@ -79,6 +81,8 @@ class Blocks(Policy):
         blocks = -(-largest // size)
         enough = f"give at least {blocks} steps, not {max_steps}"
         require(max_steps >= blocks, f"a response of {largest} tokens has {blocks} blocks of {size}: {enough}")
+        if isinstance(self.inner, NetworkPolicy):
+            self.inner.check(max_steps, num_response)
 
     def init_state(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
         block = torch.full((rows,), -1, device=device)
@@ -92,7 +96,35 @@ class Blocks(Policy):
         inside = step.response & inside
         masked = step.masked & inside
         here = replace(step, index=used, max_steps=steps, masked=masked, response=inside, num_response=inside.sum(-1))
+        if isinstance(self.inner, NetworkPolicy):  # it sees what the denoiser sees
+            block = block_numbers(step.response, self.size)
+            here = replace(here, attention_mask=block_causal(block, step.attention_mask))
         decision = self.inner.decide(here.offered())
         last = (used >= steps - 1)[:, None]
         memory = (decision.memory or {}) | {"block": current, "used": used + 1}
         return decision._replace(reveal=masked & (decision.reveal | last), memory=memory)
+
+
+def in_blocks(policy: Policy, size: int) -> Policy:
+    """The rule on a denoiser that was trained for blocks of this size; 0: for none.  A network's own goes inside."""
+    if isinstance(policy, NetworkPolicy) and size:
+        policy = Blocks(size, policy)
+    if size and not (isinstance(policy, Blocks) and policy.size == size):
+        inner = policy.inner if isinstance(policy, Blocks) else policy
+        wanted = f"give the rule as blocks({size},{inner.name}), not {policy.name}"
+        raise UserError(f"the denoiser is block-causal and was trained for blocks of {size}: {wanted}")
+    return policy
+
+
+def network_of(policy: Policy) -> SelectorNetwork | None:
+    """The network that decides, inside blocks or not."""
+    inner = policy.inner if isinstance(policy, Blocks) else policy
+    return inner.network if isinstance(inner, NetworkPolicy) else None
+
+
+def trained_steps(network: SelectorNetwork | None, num_response: int) -> int | None:
+    """The max_steps that a network was trained for on a response of so many tokens: T, or T for each of its blocks."""
+    if network is None or network.budget is None:
+        return None
+    size = getattr(network, "block_size", 0)
+    return network.budget * (-(-num_response // size) if size else 1)
