@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -39,9 +40,22 @@ def one_block(examples: Examples, u: Tensor, size: int, seed: int) -> Examples:
     Then E[bound_b / N_b] = sum_b bound_b / N, what a token of the whole response has.  Later blocks are there, and
     nothing of the response sees them.  The draw is a hash of u [B].
     """
-    drawn, N = uniforms(seed, Purpose.BLOCK, as_word(u.cpu()), -1, dtype=torch.float64), examples.num_response
-    chosen = (drawn * N).long() // size  # [B], on the CPU, as N
-    block, at = block_numbers(examples.response, size), to_device(chosen, examples.tokens.device)[:, None]
+    drawn = uniforms(seed, Purpose.BLOCK, as_word(u.cpu()), -1, dtype=torch.float64)
+    return only_block(examples, (drawn * examples.num_response).long() // size, size)
+
+
+def each_block(examples: Examples, size: int) -> Iterator[tuple[Tensor, Examples]]:
+    """The sequences that have a first block, a second and so on: their places [R], and cut down to this block."""
+    blocks = -(-examples.num_response // size)
+    for b in range(int(blocks.max())):
+        rows = (blocks > b).nonzero()[:, 0]
+        yield rows, only_block(examples.rows(rows), torch.full_like(rows, b), size)
+
+
+def only_block(examples: Examples, chosen: Tensor, size: int) -> Examples:
+    """With the block `chosen` [B] of each, counted from 0, as the response; on the CPU, as all lengths."""
+    block, N = block_numbers(examples.response, size), examples.num_response
+    at = to_device(chosen, examples.tokens.device)[:, None]
     cut = Examples(examples.tokens, block == 1 + at, examples.attention_mask, block)
     lengths = {"num_tokens": examples.num_tokens, "num_response": (N - size * chosen).clamp(max=size)}
     vars(cut).update(lengths, first=examples.first)
