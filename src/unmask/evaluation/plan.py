@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from unmask.decoding.cache import Cache
 from unmask.decoding.policies import Policy, SelectorNetwork, network_of, parse_policy, trained_steps
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
@@ -64,6 +65,7 @@ def evaluate(
     again: bool = False,
     compile: bool = False,
     bf16: bool = False,
+    cache: Cache = "auto",
     trust_task: bool = False,
     denoiser: Any = None,
     any_denoiser: bool = False,
@@ -125,7 +127,7 @@ def evaluate(
     number = examples_of(task, examples, defaults.examples)
     trained_seed = recipe.seed if recipe else None
     seed = (trained_seed or 0) if seed is None else seed
-    setup = Setup(model, plain, task, label, number, choice, seed, trained_seed, precision, compile)
+    setup = Setup(model, plain, task, label, number, choice, seed, trained_seed, precision, compile, cache)
     sizes = response_sizes(task, number)
     if curve:
         none = f"--curve compares how many answers are valid, and task {task.name} has no checker: give it one"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
+from unmask.decoding.cache import Cache
 from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import Policy, network_of, parse_policy, trained_steps
@@ -67,6 +68,7 @@ def sample(
     top_p: float = 1.0,
     top_k: int = 0,
     seed: int = 0,
+    cache: Cache = "auto",
     trust_task: bool = False,
     denoiser: Any = None,
     any_denoiser: bool = False,
@@ -99,7 +101,7 @@ def sample(
         for rule in rules:
             used = (model if network_of(rule) is not None else plain).denoiser
             prompt = prompts[example] if prompts else None
-            yield write(used, task, rule, budget, example, choice, seed, prompt, device)
+            yield write(used, task, rule, budget, example, choice, seed, prompt, device, cache)
 
     if not wanted:
         yield from (list(written(example)) for example in candidates)
@@ -127,6 +129,7 @@ def write(
     seed: int,
     given: str | None = None,
     device: torch.device | str = "cpu",
+    cache: Cache = "auto",
 ) -> Writing:
     """Generate for one held-out example and keep every canvas; in a batch the result would be the same.
 
@@ -137,7 +140,7 @@ def write(
     truth = task.examples(ids, "test") if given is None else task.prompted(given)
     check_no_mask(truth, mask, task.text)
     canvas = torch.where(truth.response, mask, truth.tokens)
-    engine = Engine(denoiser, rule, budget, choice)
+    engine = Engine(denoiser, rule, budget, choice, cache=cache)
     out = engine.generate(
         canvas.to(device), seed=seed, ids=ids, attention_mask=truth.attention_mask.to(device), history=True
     )
