@@ -379,8 +379,8 @@ def evaluate(
     if other or chooses_tokens or exact_denoiser:
         raise UserError(
             "--bound takes no --policy, --steps, --against, --curve, --again, --perplexity, --compile, --bf16, "
-            "--cache or --exact-denoiser, nor what chooses tokens, such as --temperature: it is a number of the trained "
-            "model"
+            "--cache or --exact-denoiser, nor what chooses tokens, such as --temperature: it is a number of the "
+            "trained model"
         )
     if _is_main():  # a matter of seconds, and a sum whose rounding would depend on how it is divided
         _evaluate_bound(run, samples=samples or 8, price=price or 0.0, **options)
