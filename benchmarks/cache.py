@@ -47,7 +47,7 @@ COLUMNS = (
     "training_s",
 )
 # Width, layers, heads and vocabulary of the random model, its prompt and response, and the blocks.
-SPEED = {"width": 512, "layers": 8, "heads": 8, "vocabulary": 4096, "prompt": 128, "response": 128, "block": 16}
+SPEED = {"width": 512, "layers": 4, "heads": 8, "vocabulary": 4096, "prompt": 128, "response": 128, "block": 16}
 
 
 def generated(engine: Engine, canvas: Tensor, attended: Tensor | None) -> tuple[float, Generation]:
