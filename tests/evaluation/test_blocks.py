@@ -44,6 +44,19 @@ def test_the_exact_cache_is_not_part_of_a_record(run):
     assert with_.verdicts.valid.tolist() == without.verdicts.valid.tolist()
 
 
+def test_an_approximate_cache_is_part_of_a_record(tmp_path):
+    out = tmp_path / "bidirectional"
+    train(load_recipe("groups-blocks", [*FAST, "model.block_size=0"]), out, cpu=True)
+    asked = {"policies": ["blocks(4,margin)"], "steps": [4], "examples": 6, "cpu": True}
+    kept, plain = (evaluate(out, cache=cache, **asked)[0] for cache in ("prefix", "auto"))
+    assert (kept.spec.cache, plain.spec.cache) == ("prefix", "none")
+    assert kept.key != plain.key
+    assert kept.spec.setting != plain.spec.setting
+    for rule, message in (("p2", "re-masks anywhere"), ("margin", "writes anywhere")):
+        with pytest.raises(UserError, match=f"{rule} {message}.*give a rule inside blocks"):
+            evaluate(out, cache="prefix", **asked | {"policies": [rule]})
+
+
 def test_the_bound_is_that_of_all_blocks(run):
     """Nearly untrained, it is near the uniform one: log 1/8 per token; and below the truth."""
     bound = evaluate_run_bound(run, examples=4, samples=2, cpu=True)
