@@ -6,6 +6,7 @@ import torch
 from tests.decoding.small import MASK, V, small_denoiser
 from unmask.decoding.blocks import block_causal, block_numbers
 from unmask.decoding.cache import Kept
+from unmask.decoding.canvas import blank_canvas
 from unmask.decoding.generate import Engine, generate
 from unmask.decoding.policies import Blocks, Learned, parse_policy
 from unmask.errors import UserError
@@ -160,7 +161,7 @@ def test_the_prefix_cache_keeps_what_the_first_pass_of_a_block_saw():
         )
         assert torch.equal(with_.tokens, without.tokens) == same
         assert not with_.masked.any()
-    canvas = _canvas(deep)
+    canvas = blank_canvas(torch.tensor([[1, 2, 3, *[MASK] * 8]]), None, None, MASK)
     kept = Kept(deep, parse_policy("blocks(4,margin)"), canvas)
     first = kept.passed(canvas).clone()
     torch.testing.assert_close(first, deep.hidden(canvas.tokens))
@@ -169,12 +170,6 @@ def test_the_prefix_cache_keeps_what_the_first_pass_of_a_block_saw():
     second = kept.passed(canvas)
     assert torch.equal(second[:, :3], first[:, :3])  # the prompt is as it was
     torch.testing.assert_close(second[:, 3:], _with_kept_prefix(deep, start, canvas.tokens, 3))
-
-
-def _canvas(denoiser):
-    from unmask.decoding.canvas import blank_canvas
-
-    return blank_canvas(torch.tensor([[1, 2, 3, *[MASK] * 8]]), None, None, denoiser.mask_token_id)
 
 
 def _with_kept_prefix(denoiser, before, now, prefix):
@@ -197,6 +192,48 @@ def test_a_row_of_a_cached_batch_is_as_alone():
             ids = torch.tensor([row])
             alone = generate(denoiser, [prompt], "blocks(4,threshold:0.6)", 12, cache=cache, seed=2, ids=ids)
             assert torch.equal(together.tokens[row][together.attention_mask[row]], alone.tokens[0])
+
+
+@pytest.mark.parametrize("size", [0, SIZE])
+def test_states_of_rows_at_different_blocks_and_of_rows_that_stay(size):
+    """Row by row as alone: with fewer positions to compute than others, and where another row has left."""
+    denoiser, policy = block_denoiser(size), parse_policy("blocks(4,margin)")
+    prompts = torch.arange(45).view(3, 15) % V
+    prompts[:, 3:] = MASK
+    canvas = blank_canvas(prompts, None, None, MASK)
+    for row in range(3):  # so many blocks are finished
+        canvas.tokens[row, 3 : 3 + 4 * row], canvas.masked[row, 3 : 3 + 4 * row] = 5, False
+    alone = [canvas.take(torch.tensor([row])) for row in range(3)]
+    kept, of_one = Kept(denoiser, policy, canvas), [Kept(denoiser, policy, one) for one in alone]
+
+    def advance(rows, canvas):
+        """Each row reveals its leftmost mask and a pass is made; the same for the rows by themselves."""
+        found = kept.passed(canvas)
+        for place, row in enumerate(rows):
+            seen = canvas.tokens[place] != MASK
+            torch.testing.assert_close(found[place][seen], of_one[row].passed(alone[row])[0][seen])
+            for each, at in ((canvas, place), (alone[row], 0)):
+                first = int(each.masked[at].int().argmax())
+                each.tokens[at, first], each.masked[at, first], each.index[at] = 7, False, 1
+
+    advance([0, 1, 2], canvas)
+    advance([0, 1, 2], canvas)
+    advance([1, 2], canvas.take(torch.tensor([1, 2])))
+
+
+@pytest.mark.parametrize("cache", ["auto", "prefix"])
+def test_a_sequence_that_enters_finds_nothing_of_the_one_before_it(cache):
+    """The same first tokens with another prompt: its keys would have seen what is not there any more."""
+    denoiser = block_denoiser(SIZE if cache == "auto" else 0)
+    first, second = torch.tensor([1, 2, 3, *[MASK] * 4]), torch.tensor([1, 2, *[MASK] * 5])
+    canvas = blank_canvas(first[None], None, None, MASK)
+    kept = Kept(denoiser, parse_policy("blocks(4,margin)"), canvas)
+    kept.passed(canvas)
+    found = kept.passed(blank_canvas(second[None], None, None, MASK))
+    fresh = Kept(denoiser, parse_policy("blocks(4,margin)"), canvas).passed(
+        blank_canvas(second[None], None, None, MASK)
+    )
+    torch.testing.assert_close(found[:, :6], fresh[:, :6])
 
 
 def test_compiled_and_static_runs_of_a_block_causal_model_have_no_cache():
