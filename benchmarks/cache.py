@@ -48,7 +48,7 @@ COLUMNS = (
     "training_s",
 )
 # Width, layers, heads and vocabulary of the random model, its prompt and response, and the blocks.
-SPEED = {"width": 512, "layers": 4, "heads": 8, "vocabulary": 4096, "prompt": 128, "response": 128, "block": 16}
+SPEED = {"width": 512, "layers": 4, "heads": 8, "vocabulary": 4096, "prompt": 64, "response": 64, "block": 16}
 
 
 def generated(engine: Engine, canvas: Tensor, attended: Tensor | None) -> tuple[float, Generation]:
@@ -132,7 +132,7 @@ def of_a_random_model(repeats: int) -> Iterator[dict[str, Any]]:
         torch.manual_seed(SEED)
         config = BackboneConfig(D, SPEED["layers"], SPEED["heads"], 4 * D, max_length=P + N, block_size=block_size)
         denoiser = Denoiser(config, SPEED["vocabulary"]).eval()
-        for batch, each in ((1, 2), (1, 8), (4, 4)):
+        for batch, each in ((1, 2), (1, 8), (8, 4)):
             tokens = torch.randint(SPEED["vocabulary"], (batch, P + N))
             response = (torch.arange(P + N) >= P).expand(batch, -1)
             examples = Examples(tokens, response, torch.ones_like(response))

@@ -205,6 +205,8 @@ class TextRun:
         instead = "give policy=learned, with no option but its price, or policy=iid"
         known = of_the_bound or isinstance(rule, IID)
         require(known, f"no log-likelihood is known of the policy {rule.name}: {instead}")
+        whole = "log-likelihoods here are of whole responses, and this model writes block by block"
+        require(not self.model.block_size, f"{whole}: use unmask evaluate --bound")
         say(f"unmask: log-likelihoods are lower bounds, each from {self.samples} orders (samples)", err=True)
 
     @torch.no_grad()

@@ -94,7 +94,8 @@ def _on_frozen(recipe: Recipe, task: Task, denoiser: Any) -> OrderModel:
     examples = task.examples(torch.arange(2), "train")
     all_written = bool((examples.response == examples.attention_mask).all())  # then all positions look alike at first
     with prefixed("model"):
-        selector = _selector(recipe.model.selector, order, frozen.width, task.length if all_written else 0)
+        positions = task.length if all_written else 0
+        selector = _selector(recipe.model.selector, order, frozen.width, positions, frozen.block_size)
         config = OrderModelConfig(len(task.vocabulary), place, selector=selector, selection=order.selection)
     model = OrderModel(config, task.text_tokenizer or word_level_tokenizer(task.vocabulary), frozen)
     check_context(model, task, "set task.length, or give a model with a longer one")
@@ -196,8 +197,6 @@ def _with_order(plain: OrderModel, networks: ModelRecipe, order: OrderRecipe) ->
     """The same denoiser with a fresh selector and scorer."""
     trunk, scorer = plain.config.denoiser, networks.scorer
     assert isinstance(trunk, BackboneConfig)
-    whole = "a reward judges a whole answer, and the order of a block-causal model is learned one block at a time"
-    require(not (order.reward and trunk.block_size), f"order.reward: {whole}: set it to false")
     scorer_width = scorer.width or trunk.width
     with prefixed("model"):
         config = dataclasses.replace(
@@ -235,6 +234,8 @@ def _with_order(plain: OrderModel, networks: ModelRecipe, order: OrderRecipe) ->
 def _selector(
     recipe: SelectorRecipe, order: OrderRecipe, denoiser_width: int, positions: int = 0, block_size: int = 0
 ) -> SelectorConfig:
+    whole = "a reward judges a whole answer, and the order of a block-causal model is learned one block at a time"
+    require(not (order.reward and block_size), f"order.reward: {whole}: set it to false")
     return SelectorConfig(
         width=recipe.width or max(32, denoiser_width // 4),
         layers=recipe.layers,

@@ -33,6 +33,7 @@ class Blocks(Policy):
 
     b blocks get S div b steps each, one more for the first S mod b; the rule sees the block as its whole response, with
     its own i, S and N; its memory covers the whole response.  A block that finishes early starts the next at once.
+    On a block-causal denoiser the size is that of the model, and a learned order runs inside its blocks.
     Only the current block's masks are projected to the vocabulary, or all where the rule declares `reads_ahead`.
     """
 
