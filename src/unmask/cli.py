@@ -69,6 +69,15 @@ Overrides = Annotated[
 TopP = Annotated[float, Option(help="Sample among the fewest tokens that hold this much of the mass.")]
 TopK = Annotated[int, Option(help="Sample among this many most probable tokens; 0: all.")]
 
+Cached = Annotated[
+    str,
+    Option(
+        "--cache",
+        help="prefix: inside `blocks`, keep the keys and values of the prompt and of finished blocks; faster, and "
+        "approximate for a bidirectional model. auto: where it is exact, for a block-causal model. none: never.",
+    ),
+]
+
 # What typer raises for an unknown command or option and for a missing or wrong value; its home differs by version.
 UsageError: Any = BadParameter.__base__
 
@@ -313,6 +322,7 @@ def evaluate(
     bf16: Annotated[
         bool, Option("--bf16", help="The denoiser's trunk in bfloat16, scores in float32: faster on a GPU.")
     ] = False,
+    cache: Cached = "auto",
     perplexity: Annotated[
         str | None,
         Option(
@@ -356,6 +366,7 @@ def evaluate(
             raise UserError("--samples and --price are for --bound; a rule has its own: --policy 'learned(price=0.1)'")
         tokens = {"top_p": top_p, "top_k": top_k, "guidance": guidance, "min_length": min_length}
         options |= {"temperature": temperature, "stop_at_eos": stop_at_eos, "compile": compile, "bf16": bf16, **tokens}
+        options["cache"] = cache
         show = _evaluate_curve if curve else _evaluate
         if perplexity is not None:
             if curve:
@@ -364,11 +375,12 @@ def evaluate(
         show(run, policies=policy or [], steps=steps or [], against=against or [], again=again, **options)
         return
     chooses_tokens = (temperature, top_p, top_k, guidance, min_length, stop_at_eos) != (None, 1.0, 0, 0.0, 0, False)
-    other = policy or steps or against or curve or again or compile or bf16 or perplexity
+    other = policy or steps or against or curve or again or compile or bf16 or perplexity or cache != "auto"
     if other or chooses_tokens or exact_denoiser:
         raise UserError(
-            "--bound takes no --policy, --steps, --against, --curve, --again, --perplexity, --compile, --bf16 or "
-            "--exact-denoiser, nor what chooses tokens, such as --temperature: it is a number of the trained model"
+            "--bound takes no --policy, --steps, --against, --curve, --again, --perplexity, --compile, --bf16, "
+            "--cache or --exact-denoiser, nor what chooses tokens, such as --temperature: it is a number of the "
+            "trained model"
         )
     if _is_main():  # a matter of seconds, and a sum whose rounding would depend on how it is divided
         _evaluate_bound(run, samples=samples or 8, price=price or 0.0, **options)
@@ -593,6 +605,7 @@ def sample(
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     seed: Annotated[int, Option(min=-(2**63), max=2**63 - 1, help="Seed of the sampling.")] = 0,
+    cache: Cached = "auto",
     trace: Annotated[bool, Option("--trace", help="Print every step of the unmasking.")] = False,
     svg: Annotated[Path | None, Option(help="Draw every step as a picture, into this file.")] = None,
     trust_task: TrustTask = False,
@@ -609,6 +622,7 @@ def sample(
     console, found = Console(highlight=False), list[Any]()
     options: dict[str, Any] = {"split": split, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     options |= {"prompts": prompt or [], "trust_task": trust_task, "denoiser": denoiser, "any_denoiser": any_denoiser}
+    options["cache"] = cache
     for written in traces.sample(run, policy or [], steps, num, example or [], find, **options):
         if not found:
             traces.print_legend(console, written[0])

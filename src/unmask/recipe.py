@@ -67,6 +67,7 @@ class ModelRecipe:
     intermediate: int = 0
     max_length: int = 0  # 0: the task's length
     absolute_positions: bool = False  # a learned vector per position; tasks without a prompt need it
+    block_size: int = 0  # block-causal: a block of the response sees itself and what came before; 0: all see all
     causal: str = ""  # a causal language model to start from, which has a shape: a folder, a .gguf, smollm2-135m
     denoiser: str = ""  # one that you have: a folder that `load_denoiser` reads; "exact": the task's own posterior
     bidirectional: bool = False  # with denoiser: a causal model, trained to see both ways
@@ -85,7 +86,8 @@ class ModelRecipe:
             require(self.size in SIZES, f"size = {self.size!r} is unknown; {nearest}choose from {', '.join(SIZES)}")
         elif given and missing:
             raise UserError(f"{', '.join(missing)} missing: give a size such as '34m', or {', '.join(_SHAPE)}")
-        given += ["absolute_positions"] if self.absolute_positions else []
+        given += [name for name in ("absolute_positions", "block_size") if getattr(self, name)]
+        _check_range(self, 0, "block_size", high=MOST_STEPS)
         for name, source in (("causal", self.causal), ("denoiser", self.denoiser)):
             require(not (source and given), f"{name} = {source!r} already says {', '.join(given)}: {either}")
         if self.bidirectional and not self.denoiser:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from unmask import rng
+from unmask.decoding.blocks import block_causal, block_numbers
+from unmask.decoding.cache import Kept
 from unmask.decoding.canvas import Canvas
 from unmask.decoding.confidence import Confidence, confidence, log_probabilities
 from unmask.decoding.denoiser import AnyDenoiser
@@ -47,9 +49,11 @@ class Stepper:
         longest: int,  # of all responses to come
         static: bool,
         compile: bool,  # only what is static
+        kept: Kept | None = None,  # only what is not
     ) -> None:
         self.denoiser, self.policy, self.choice = denoiser, policy, choice
-        self.static, self.compile = static, compile
+        self.static, self.compile, self.kept = static, compile, kept
+        self.block_size: int = getattr(denoiser, "block_size", 0)
         self.passes = 2 if choice.guidance else 1  # of the denoiser per step that needs it
         self.skips = policy.remasks or not policy.reads  # then a step may need none
         self.forwards = 0  # denoiser rows evaluated
@@ -219,8 +223,12 @@ class Stepper:
 
     def _passes(self, canvas: Canvas, rows: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Hidden states [b, L, D] of some rows or all, and for guidance those of the same with their prompt masked."""
+        if self.kept is not None:
+            return self.kept.passed(canvas, rows), None
         tokens, response, attention_mask = canvas.tokens, canvas.response, canvas.attention_mask
         whole = canvas if rows is None else None  # with rows, it is decided already
+        if self.block_size:
+            attention_mask = block_causal(block_numbers(response, self.block_size), attention_mask)
         if rows is not None and len(rows) < len(canvas):
             tokens, response = tokens[rows], response[rows]
             attention_mask = None if attention_mask is None else attention_mask[rows]

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies import NetworkPolicy, Policy, check_policy, parse_policy
+from unmask.decoding.cache import Cache
+from unmask.decoding.policies import Policy, check_policy, network_of, parse_policy, trained_steps
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
 from unmask.errors import UserError, require
@@ -65,6 +66,7 @@ def evaluate(
     again: bool = False,
     compile: bool = False,
     bf16: bool = False,
+    cache: Cache = "auto",
     trust_task: bool = False,
     denoiser: Any = None,
     any_denoiser: bool = False,
@@ -126,7 +128,7 @@ def evaluate(
     number = examples_of(task, examples, defaults.examples)
     trained_seed = recipe.seed if recipe else None
     seed = (trained_seed or 0) if seed is None else seed
-    setup = Setup(model, plain, task, label, number, choice, seed, trained_seed, precision, compile)
+    setup = Setup(model, plain, task, label, number, choice, seed, trained_seed, precision, compile, cache)
     sizes = response_sizes(task, number)
     if curve:
         none = f"--curve compares how many answers are valid, and task {task.name} has no checker: give it one"
@@ -225,7 +227,7 @@ def is_exact(folder: Path) -> bool:
 def _refuse_networks(policies: Iterable[str | Policy]) -> None:
     for given in policies:
         rule = given if isinstance(given, Policy) else check_policy(given)
-        if isinstance(rule, NetworkPolicy):
+        if network_of(rule) is not None:
             reads = "reads the hidden states of the denoiser that it was learned on"
             raise UserError(f"{rule.key} {reads}, which the exact denoiser has not: leave it out")
 
@@ -266,11 +268,12 @@ def _planned(
     Without any budget, heuristics run at the learned one, or else at one step per token.
     """
     selector = setup.model.selector
-    own = [selector.budget] if selector is not None else []
+    trained = trained_steps(selector, int(sizes.max()))
+    own = [trained] if trained is not None else []
     learned: Plan = []
     heuristics: Plan = []
     for rule in {rule.name: rule for rule in rules}.values():
-        is_learned = isinstance(rule, NetworkPolicy)
+        is_learned = network_of(rule) is not None
         wanted = own if is_learned and not all_at else budgets or own or [setup.task.length]
         wanted = list(dict.fromkeys(wanted))
         _check_steps(wanted)

@@ -43,6 +43,8 @@ class FrozenDenoiser(nn.Module):
         own: str = getattr(network, "fingerprint", "")  # of what has no weights
         self.fingerprint = weights_fingerprint(network) if isinstance(network, nn.Module) else own
         backbone = getattr(network, "backbone", None)
+        self.block_size: int = getattr(network, "block_size", 0)
+        self.can_cache: bool = getattr(network, "can_cache", False)
         self.takes_layout = isinstance(backbone, Backbone)
         self.register_buffer("place_word", torch.zeros(()), persistent=False)  # where it is, if it has no weights
         self.requires_grad_(False).eval()
@@ -90,6 +92,15 @@ class FrozenDenoiser(nn.Module):
         """The network's own, where it has one: see `PlacingDenoiser`."""
         own = torch.no_grad()(self.network.hidden_with)
         return torch.autocast(self.place_word.device.type, enabled=False)(own)
+
+    def new_cache(self, rows: int, length: int) -> Tensor:
+        cache: Tensor = self.network.new_cache(rows, length)
+        return cache
+
+    def cached(self, *given: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden: Tensor = self.network.cached(*given)
+            return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, V] from hidden states [M, D]."""

@@ -41,6 +41,8 @@ class Denoiser(nn.Module):
         mask_token_id: int | None = None,
     ) -> None:
         super().__init__()
+        whole = "a block-causal model reads each token from its own hidden state"
+        require(not (shift and config.block_size), f"{whole}: set shift = false, or block_size = 0")
         self.vocab_size, self.shift = vocab_size, shift
         self.mask_token_id = vocab_size if mask_token_id is None else mask_token_id
         self.backbone = Backbone(config, max(vocab_size, self.mask_token_id + 1))
@@ -51,6 +53,20 @@ class Denoiser(nn.Module):
     @property
     def context_length(self) -> int:
         return self.backbone.config.max_length
+
+    @property
+    def block_size(self) -> int:
+        return self.backbone.config.block_size
+
+    @property
+    def can_cache(self) -> bool:
+        return not self.shift
+
+    def new_cache(self, rows: int, length: int) -> Tensor:
+        return self.backbone.new_cache(rows, length)
+
+    def cached(self, tokens: Tensor, at: Tensor, sees: Tensor, cache: Tensor, rows: Tensor) -> Tensor:
+        return self.backbone.cached(tokens, at, sees, cache, rows)
 
     def hidden(self, tokens: Tensor, attention_mask: Tensor | Layout | None = None) -> Tensor:
         """Hidden states [B, L, D] of tokens [B, L]: at each position the one that `logits` reads its token from."""
@@ -114,6 +130,7 @@ class SelectorConfig:
     start: Literal["iid", "threshold"] = "iid"
     spread: float = 0.0  # standard deviation of f at the start
     reads: Literal["hidden", "logits"] = "hidden"
+    block_size: int = 0  # of a block-causal denoiser: T is the budget of a block, and it sees what the denoiser sees
 
     def __post_init__(self) -> None:
         require(self.reads in ("hidden", "logits"), f"reads must be hidden or logits, got {self.reads!r}")
@@ -173,6 +190,10 @@ class Selector(nn.Module):
     @property
     def prices(self) -> tuple[float, ...]:
         return self.config.prices
+
+    @property
+    def block_size(self) -> int:
+        return self.config.block_size
 
     def forward(
         self,

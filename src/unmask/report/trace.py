@@ -14,13 +14,14 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from unmask.decoding.cache import Cache
 from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.generate import Engine, Generation
-from unmask.decoding.policies import NetworkPolicy, Policy, parse_policy
+from unmask.decoding.policies import Policy, network_of, parse_policy, trained_steps
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import in_html, in_markup, visible
 from unmask.errors import UserError, require
-from unmask.evaluation.evaluate import device_of
+from unmask.evaluation.evaluate import device_of, response_sizes
 from unmask.evaluation.plan import open_run
 from unmask.progress import watched
 from unmask.tasks.task import Examples, Task, check_no_mask
@@ -69,6 +70,7 @@ def sample(
     top_p: float = 1.0,
     top_k: int = 0,
     seed: int = 0,
+    cache: Cache = "auto",
     trust_task: bool = False,
     denoiser: Any = None,
     any_denoiser: bool = False,
@@ -90,7 +92,7 @@ def sample(
     require(not find or task.has_checker, f"--find needs a checker, and task {task.name} has none: leave it out")
     temperature = recipe.evaluate.temperature if temperature is None else temperature
     choice = TokenChoice(temperature, top_p, top_k, eos_token_id=task.eos_token_id)
-    budget = steps or (model.selector.budget if model.selector is not None else 4)
+    budget = steps or trained_steps(model.selector, int(response_sizes(task, 1)[0])) or 4
     limit = task.test_examples
     if limit is not None and (beyond := [i for i in examples if i >= limit]):
         raise UserError(f"task {task.name} has the examples 0 to {limit - 1}: no --example {beyond[0]}")
@@ -99,9 +101,9 @@ def sample(
 
     def written(example: int) -> Iterator[Writing]:
         for rule in rules:
-            used = (model if isinstance(rule, NetworkPolicy) else plain).denoiser
+            used = (model if network_of(rule) is not None else plain).denoiser
             prompt = prompts[example] if prompts else None
-            yield write(used, task, rule, budget, example, choice, seed, prompt, device)
+            yield write(used, task, rule, budget, example, choice, seed, prompt, device, cache)
 
     if not wanted:
         yield from (list(written(example)) for example in candidates)
@@ -129,6 +131,7 @@ def write(
     seed: int,
     given: str | None = None,
     device: torch.device | str = "cpu",
+    cache: Cache = "auto",
 ) -> Writing:
     """Generate for one held-out example and keep every canvas; in a batch the result would be the same.
 
@@ -137,7 +140,7 @@ def write(
     """
     ids, mask = torch.tensor([example]), denoiser.mask_token_id
     truth = task.examples(ids, "test") if given is None else task.prompted(given)
-    out = generated(denoiser, task, rule, budget, choice, truth, ids, seed, device)
+    out = generated(denoiser, task, rule, budget, choice, truth, ids, seed, device, cache)
     assert out.history is not None
     tokens, steps, history = out.tokens, out.reveal_step, out.history
     here, response = out.attention_mask[0], truth.response[0]
@@ -166,11 +169,12 @@ def generated(
     ids: Tensor,  # [B]: they name the random draws
     seed: int,
     device: torch.device | str,
+    cache: Cache = "auto",
 ) -> Generation:
     """What a rule writes for the prompts of these examples, with every canvas, on the CPU."""
     check_no_mask(truth, denoiser.mask_token_id, task.text)
     canvas = torch.where(truth.response, denoiser.mask_token_id, truth.tokens)
-    engine, attended = Engine(denoiser, rule, budget, choice), truth.attention_mask.to(device)
+    engine, attended = Engine(denoiser, rule, budget, choice, cache=cache), truth.attention_mask.to(device)
     out = engine.generate(canvas.to(device), seed=seed, ids=ids, attention_mask=attended, history=True)
     there: dict[str, Any] = {name: value.cpu() for name, value in vars(out).items() if torch.is_tensor(value)}
     return replace(out, **there)

@@ -28,9 +28,14 @@ class Examples:
     tokens: Tensor  # [B, L] int64
     response: Tensor  # [B, L] bool: the positions that are generated; any set, the rest is prompt or padding
     attention_mask: Tensor  # [B, L] bool: False on padding, which is never attended to
+    block: Tensor | None = None  # [B, L]: `decoding.blocks`, where the response is no more than one block of several
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Examples:
+        block = None if self.block is None else change(self.block)
+        return Examples(change(self.tokens), change(self.response), change(self.attention_mask), block)
 
     @property
     def position(self) -> Tensor:
@@ -40,8 +45,8 @@ class Examples:
     def rows(self, rows: Tensor) -> Examples:
         """The examples of these rows [R], on the CPU; a row may come several times."""
         there = to_device(rows, self.tokens.device)
-        chosen = Examples(*(part[there] for part in (self.tokens, self.response, self.attention_mask)))
-        vars(chosen).update(num_tokens=self.num_tokens[rows], num_response=self.num_response[rows])
+        chosen = self._each(lambda part: part[there])
+        vars(chosen).update(num_tokens=self.num_tokens[rows], num_response=self.num_response[rows], first=self.first)
         return chosen
 
     @cached_property
@@ -54,10 +59,15 @@ class Examples:
         """N [B], on the CPU."""
         return self.response.sum(-1).cpu()
 
+    @cached_property
+    def first(self) -> int:
+        """No row has a response before this column."""
+        return int(self.response.any(0).int().argmax())
+
     def to(self, device: torch.device | str) -> Examples:
         """On the device; the lengths stay on the host, which would have to wait for them."""
-        there = Examples(*(to_device(part, device) for part in (self.tokens, self.response, self.attention_mask)))
-        vars(there).update(num_tokens=self.num_tokens, num_response=self.num_response)
+        there = self._each(lambda part: to_device(part, device))
+        vars(there).update(num_tokens=self.num_tokens, num_response=self.num_response, first=self.first)
         return there
 
 

@@ -184,8 +184,11 @@ class NetworkPolicy(Policy):
 
     def check(self, max_steps: int, num_response: Tensor) -> None:
         T, prices = self.network.budget, self.network.prices
-        trained = bool(prices) or T in (None, max_steps)
-        require(trained, f"the learned order was trained for T = {T}, not for {max_steps} steps")
+        size = getattr(self.network, "block_size", 0)
+        times = sorted({-(-n // size) for n in num_response.tolist()}) if size else [1]
+        trained = bool(prices) or T is None or all(T * blocks == max_steps for blocks in times)
+        each = f" in each block of {size}, of which there are {' or '.join(map(str, times))}" if size else ""
+        require(trained, f"the learned order was trained for T = {T}{each}, not for {max_steps} steps")
         require(not self.price or bool(prices), "the learned order was trained without prices: leave price out")
         if self.price and not prices[0] <= self.price <= prices[1]:
             warnings.warn(

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.rule import Decision, NetworkPolicy, Policy, Step
-from unmask.errors import require
+from unmask.decoding.blocks import block_causal, block_numbers
+from unmask.decoding.policies.rule import Decision, NetworkPolicy, Policy, SelectorNetwork, Step
+from unmask.errors import UserError, require
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Blocks(Policy):
     b blocks get S div b steps each, one more for the first S mod b; the rule sees the block as its whole response, with
     its own i, S and N; its memory covers the whole response.  A block that finishes early starts the next at once.
     A rule that re-masks or edits does so in its block alone, until the block's steps are taken or the rule is finished.
+    On a block-causal denoiser the size is that of the model, and a learned order runs inside its blocks.
     Only what is read of the current block is projected to the vocabulary, or all masks where it declares `reads_ahead`.
     """
 
@@ -45,8 +47,9 @@ class Blocks(Policy):
         require(type(self.size) is int and self.size >= 1, f"blocks: the size must be at least 1, got {self.size!r}")
         require(isinstance(self.inner, Policy), f"blocks needs a rule such as margin, not {self.inner!r}")
         whole = self.inner.reads_revealed and not self.inner.remasks  # such as prophet, whose answer may lie anywhere
-        inside = not (whole or isinstance(self.inner, Blocks | NetworkPolicy))
-        wanted = "give one that is no blocks, needs no network and, unless it re-masks, reads masks only"
+        network = isinstance(self.inner, NetworkPolicy) and getattr(self.inner.network, "block_size", 0) != self.size
+        inside = not (whole or network or isinstance(self.inner, Blocks))
+        wanted = "no blocks, no network but one learned for such blocks, and nothing but masks read unless it re-masks"
         require(inside, f"blocks cannot hold {self.inner.name}: {wanted}")
         for name in ("remasks", "reads_revealed", "shadows"):
             object.__setattr__(self, name, getattr(self.inner, name))
@@ -88,6 +91,8 @@ class Blocks(Policy):
         blocks = -(-largest // size)
         enough = f"give at least {blocks} steps, not {max_steps}"
         require(max_steps >= blocks, f"a response of {largest} tokens has {blocks} blocks of {size}: {enough}")
+        if isinstance(self.inner, NetworkPolicy):
+            self.inner.check(max_steps, num_response)
 
     def init_state(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
         block = torch.zeros(rows, dtype=torch.long, device=device)
@@ -101,6 +106,9 @@ class Blocks(Policy):
         inside = step.response & inside
         masked = step.masked & inside
         here = replace(step, index=used, max_steps=steps, masked=masked, response=inside, num_response=inside.sum(-1))
+        if isinstance(self.inner, NetworkPolicy):  # it sees what the denoiser sees
+            block = block_numbers(step.response, self.size)
+            here = replace(here, attention_mask=block_causal(block, step.attention_mask))
         decision = self.inner.decide(here.offered())
         last = (used >= steps - 1)[:, None]
         reveal = masked & (decision.reveal | last)
@@ -113,3 +121,30 @@ class Blocks(Policy):
         done = last[:, 0] if decision.finished is None else last[:, 0] | (decision.finished & ~left.any(-1))
         memory |= {"block": current + done, "used": torch.where(done, 0, used + 1)}
         return Decision(reveal, remask=remask, edit=edit, finished=current + done >= blocks, memory=memory)
+
+
+def in_blocks(policy: Policy, size: int) -> Policy:
+    """The rule on a denoiser that was trained for blocks of this size; 0: for none.  A network's own goes inside."""
+    if isinstance(policy, NetworkPolicy) and size:
+        policy = Blocks(size, policy)
+    if size and not (isinstance(policy, Blocks) and policy.size == size):
+        inner = policy.inner if isinstance(policy, Blocks) else policy
+        wanted = f"give the rule as blocks({size},{inner.name}), not {policy.name}"
+        raise UserError(f"the denoiser is block-causal and was trained for blocks of {size}: {wanted}")
+    if size and policy.shadows:
+        raise UserError(f"{policy.name} reads shadows, which a block-causal denoiser does not take: give another rule")
+    return policy
+
+
+def network_of(policy: Policy) -> SelectorNetwork | None:
+    """The network that decides, inside blocks or not."""
+    inner = policy.inner if isinstance(policy, Blocks) else policy
+    return inner.network if isinstance(inner, NetworkPolicy) else None
+
+
+def trained_steps(network: SelectorNetwork | None, num_response: int) -> int | None:
+    """The max_steps that a network was trained for on a response of so many tokens: T, or T for each of its blocks."""
+    if network is None or network.budget is None:
+        return None
+    size = getattr(network, "block_size", 0)
+    return network.budget * (-(-num_response // size) if size else 1)
