@@ -350,7 +350,7 @@ def test_one_engine_an_evaluation(monkeypatch, uncompiled, compile):
     monkeypatch.setattr(evaluation, "CHUNK", 20)
     monkeypatch.setattr(evaluation, "BATCH", 10)
     run(always(VALID), TopProbability(), 2, examples=45, compile=compile)
-    assert made == [{"batch_size": 10, "compile": compile}]
+    assert made == [{"batch_size": 10, "compile": compile, "cache": "auto"}]
     assert spec == [20, 20, 5]
     pieces = len(uncompiled)
     assert (pieces > 0) == compile
