@@ -16,7 +16,7 @@ TREES = {path.relative_to(SOURCE): ast.parse(path.read_text(encoding="utf-8")) f
 RUN_TIME = {
     "torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "transformers", "accelerate", "typer", "rich",
     "matplotlib", "unmask",
-    "datasets", "rdkit", "fcd_torch", "lm_eval",  # extras: imported only where they are needed
+    "datasets", "rdkit", "fcd_torch", "lm_eval", "peft", "diffusers",  # extras: imported only where they are needed
 }  # fmt: skip
 # A package imports from itself and from what stands below it; every other file of unmask/ is a leaf, below all.
 LAYERS = [

@@ -5,6 +5,7 @@ An order for a denoiser of the user's is kept without it: config.json says where
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import shutil
@@ -92,8 +93,10 @@ class OrderModel(nn.Module):
     @property
     def stored(self) -> nn.ModuleDict:
         """The networks that are saved."""
-        parts = self.named_children()
-        return nn.ModuleDict({name: part for name, part in parts if not isinstance(part, FrozenDenoiser)})
+        parts = {name: part for name, part in self.named_children() if not isinstance(part, FrozenDenoiser)}
+        if isinstance(self.denoiser, FrozenDenoiser) and self.denoiser.lora:
+            parts["adapters"] = self.denoiser.adapters
+        return nn.ModuleDict(parts)
 
     def place(self, device: torch.device) -> OrderModel:
         """Move it to a device; a frozen denoiser is bfloat16 on a GPU and float32 on a CPU."""
@@ -259,12 +262,16 @@ def _frozen(config: OrderModelConfig, folder: Path, given: Any, any_denoiser: bo
         if not Path(source).expanduser().is_dir():
             raise ModelFolderError(f"the denoiser of {folder} is not in {source}: give its folder with --denoiser")
         source = load_denoiser(source, bidirectional=named.bidirectional, shift=named.shift)
-    frozen = source if isinstance(source, FrozenDenoiser) else FrozenDenoiser(source)
+        given = None
+    if not isinstance(source, FrozenDenoiser):
+        source = FrozenDenoiser(copy.deepcopy(source) if given is not None and named.lora else source)
+    frozen: FrozenDenoiser = source
     if frozen.fingerprint != named.fingerprint and not any_denoiser:
         raise ModelFolderError(
             f"the order in {folder} was learned for another denoiser ({named.fingerprint}) than {name} "
             f"({frozen.fingerprint}): give that one with --denoiser, or run it on this one with --any-denoiser"
         )
+    frozen.adapt(named.lora)
     return frozen
 
 
