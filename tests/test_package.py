@@ -20,7 +20,7 @@ RUN_TIME = {
 }  # fmt: skip
 # A package imports from itself and from what stands below it; every other file of unmask/ is a leaf, below all.
 LAYERS = [
-    *("__init__ __main__", "cli lm_eval", "studies", "report", "evaluation", "training", "recipe", "tasks"),
+    *("__init__ __main__", "cli lm_eval diffusers", "studies", "report", "evaluation", "training", "recipe", "tasks"),
     *("models", "decoding", "variational"),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
