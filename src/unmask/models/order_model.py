@@ -262,6 +262,12 @@ def _frozen(config: OrderModelConfig, folder: Path, given: Any, any_denoiser: bo
             f"the order in {folder} was learned for another denoiser ({named.fingerprint}) than {name} "
             f"({frozen.fingerprint}): give that one with --denoiser, or run it on this one with --any-denoiser"
         )
+    known = max(frozen.vocab_size or config.vocab_size, frozen.mask_token_id + 1)
+    if known < config.vocab_size:
+        raise ModelFolderError(
+            f"{name} knows {known} tokens, and the order in {folder} was learned with {config.vocab_size}: give a "
+            "denoiser with the same tokenizer (--denoiser)"
+        )
     frozen.adapt(named.lora)
     return frozen
 
