@@ -279,6 +279,15 @@ def test_the_denoiser_is_found_again_or_refused(here, refused, call):  # noqa: F
         OrderModel.from_pretrained("run", denoiser=unmask.load_denoiser("moved"))
 
 
+def test_a_smaller_vocabulary_is_refused_even_where_any_denoiser_will_do(here, refused):
+    train()
+    build("bert", vocab_size=7).save_pretrained("smaller")
+    words = word_level_tokenizer(WORDS[:6])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, mask_token="[MASK]").save_pretrained("smaller")
+    said = refused("sample", "run", "--prompt", "a", "--denoiser", "smaller", "--any-denoiser")
+    assert "smaller knows 7 tokens, and the order in run was learned with 11: give a denoiser with the same" in said
+
+
 def test_what_is_shared_does_not_tell_where_the_denoiser_lay(here):
     train().save_pretrained("shared", here=False)
     assert str(here) not in (here / "shared" / "config.json").read_text()

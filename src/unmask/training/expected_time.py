@@ -14,7 +14,7 @@ WORTH_TELLING = 60  # seconds
 
 
 def warn_of_time(recipe: Recipe, model: OrderModel, task: Task, device: torch.device, precision: str) -> None:
-    """One line on stderr where a recipe for a GPU (bf16, compilation) takes a minute or more on a CPU, in this precision.
+    """One line on stderr where a recipe for a GPU (bf16, compilation) takes minutes on a CPU, in this precision.
 
     6 operations a parameter and token, as many tokens as a full canvas has, at the speed of one matrix product here.
     The truth may be several times as much; it says whether to wait for minutes or for months.
