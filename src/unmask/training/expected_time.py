@@ -34,7 +34,7 @@ def warn_of_time(recipe: Recipe, model: OrderModel, task: Task, device: torch.de
     instead = ", in float32, since bfloat16 is slower here" if precision != recipe.precision else ""
     say(
         f"unmask: this recipe is meant for a GPU; on this CPU it would take {in_words(seconds)} or more "
-        f"({sequences:,} sequences of {task.length} tokens, {parameters / 1e6:.0f}M parameters{instead})",
+        f"({sequences:,} sequences of {task.length} tokens, {parameters / 1e6:.3g}M parameters{instead})",
         err=True,
     )
 
