@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,11 @@ class Served:
     device: torch.device
     trust_task: bool = False
     _opened: tuple[Any, ...] = field(init=False, repr=False)
+    _rule: Callable[[str], Policy] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_opened", open_run(self.run, self.device, trust_task=self.trust_task))
+        object.__setattr__(self, "_rule", lru_cache(256)(self._parsed))
 
     @property
     def name(self) -> str:
@@ -159,7 +162,7 @@ class Served:
         rule.check(steps, truth.num_response)
         return Request(self, asked, rule, steps, choice, truth)
 
-    def _rule(self, text: str) -> Policy:
+    def _parsed(self, text: str) -> Policy:
         text = text or ("learned" if self.selector is not None else "top-prob")
         require(len(text) <= 200, "policy is longer than any rule: give one that `GET /v1/policies` lists")
         require(not own_rules(text), f"policy {text!r} names code of somebody's own, which is not run for requests")
