@@ -336,6 +336,17 @@ def answers(address):
         return False
 
 
+def test_an_answer_does_not_wait_for_a_packet_to_fill(running):
+    """Nagle's algorithm and delayed acknowledgements together would cost 40 ms each time."""
+    client, _ = running
+    times = []
+    for _ in range(15):
+        started = time.perf_counter()
+        client.get("/healthz")
+        times.append(time.perf_counter() - started)
+    assert min(times) < 0.03
+
+
 def test_the_command_line_refuses_in_one_line(runs, capsys):
     with serving(served(runs / "puzzle")) as (client, _):
         assert call("serve", runs / "puzzle", "--cpu", "--port", client.base_url.port) == 2
