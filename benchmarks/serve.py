@@ -3,12 +3,12 @@
     python benchmarks/serve.py RUN --cpu --out results/serve/cpu-groups.json     two minutes; RUN: `unmask demo`
     python benchmarks/serve.py RUN --out results/serve/h200-30m.json             on a GPU, where there is one
 
-Three loads of the same requests, half of them for the learned order: one client at a time against a server whose passes
-have one row (the best that one at a time can be), one at a time against the server with `--batch` rows, and
-`--clients` at once against that.  A client sends its next request when it has the answer to the last one.
+Five loads of the same requests, half of them for the learned order: one client at a time against a server whose passes
+have one row (the best that one at a time can be) and against the server with `--batch` rows, `--clients` at once
+against that, and both of the first again.  A client sends its next request when it has the answer to the last one.
 Exit code 1 unless: no error but 429; every answer is, token by token and step by step, that of `Engine.generate` for
 the same prompt and seed alone; memory does not grow by 3% from a quarter of the time on; at least 3 times the
-requests a second of the better one of both that go one at a time.
+requests a second of the best of those that go one at a time.
 """
 
 from __future__ import annotations
@@ -180,14 +180,16 @@ def main() -> None:
     bodies = requests(served, given.kinds)
     want = {batch: alone(served, bodies, batch) for batch in (1, given.batch)}
     sent = [json.dumps(body).encode() for body in bodies]
-    loads = []
-    for batch, clients in ((1, [1]), (given.batch, [1, given.clients])):
-        with server(given.run, batch, given.cpu) as (port, process):
-            for count in clients:
-                seconds = given.seconds if count > 1 else given.seconds / 4
-                asyncio.run(load(port, process, count, batch, 2, sent, want[batch]))  # to warm up
-                loads.append(asyncio.run(load(port, process, count, batch, seconds, sent, want[batch])))
-    many, single = loads[-1], max(each.per_second for each in loads[:-1])
+    # Before and after: how busy the machine is with other things changes in a minute.
+    plan = [(1, 1), (given.batch, 1), (given.batch, given.clients), (given.batch, 1), (1, 1)]  # (batch, clients)
+    loads, busy = [], os.getloadavg()[0]
+    with server(given.run, 1, given.cpu) as alone_, server(given.run, given.batch, given.cpu) as shared:
+        for batch, clients in plan:
+            to, seconds = (alone_, shared)[batch > 1], given.seconds / (8 if clients == 1 else 1)
+            for length in (2.0, seconds):  # the first to warm up
+                found = asyncio.run(load(*to, clients, batch, length, sent, want[batch]))
+            loads.append(found)
+    many, single = loads[2], max(each.per_second for each in loads if each.clients == 1)
     quarter = many.memory_mb[len(many.memory_mb) // 4]
     checks = {
         "no error but 429": not any(each.errors for each in loads),
@@ -198,6 +200,7 @@ def main() -> None:
     where = (
         f"{device_name(device)}, torch {torch.__version__}, {torch.get_num_threads()} threads, revision {revision()}"
     )
+    where += f", load of the machine {busy:.1f} before and {os.getloadavg()[0]:.1f} after, on {os.cpu_count()} cores"
     record = {"where": where, "run": served.name, "different_requests": given.kinds, "checks": checks}
     record |= {"times_one_at_a_time": round(many.per_second / single, 2), "loads": [asdict(each) for each in loads]}
     if given.out:
