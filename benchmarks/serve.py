@@ -53,6 +53,7 @@ class Load:
     wrong: int = 0  # answers that are not those of a sequence alone
     per_second: float = 0.0
     milliseconds: dict[str, float] = field(default_factory=dict)  # of an answer: median, p99
+    cpu_ms: float = 0.0  # processor time of the server for an answer: what else the machine does hardly changes it
     memory_mb: list[int] = field(default_factory=list)  # of the server, once a second
     rows_per_step: float = 0.0  # sequences that shared a step of a batch, on average
 
@@ -85,6 +86,11 @@ class Connection:
         lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
         length = next(int(line.split(":")[1]) for line in lines if line.startswith("content-length:"))
         return int(lines[0].split()[1]), await reader.readexactly(length)
+
+
+def processor_seconds(process: int) -> float:
+    times = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]  # user, system
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
 
 
 def told(answer: dict[str, Any]) -> dict[str, Any]:
@@ -126,9 +132,10 @@ async def load(
     counts = []
     watching = asyncio.create_task(watch())
     counts.append((await Connection(port).ask("GET", "/metrics"))[1].decode())
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), processor_seconds(process)
     await asyncio.gather(*(client() for _ in range(clients)))
     took = time.perf_counter() - started
+    found.cpu_ms = round(1e3 * (processor_seconds(process) - cpu) / max(1, found.answered), 2)
     counts.append((await Connection(port).ask("GET", "/metrics"))[1].decode())
     watching.cancel()
     steps, rows = (
@@ -138,7 +145,10 @@ async def load(
     found.per_second, found.rows_per_step = round(found.answered / took, 1), round(rows / max(1.0, steps), 2)
     cuts = statistics.quantiles(times, n=100) if len(times) > 1 else times * 99
     found.milliseconds = {"median": round(1e3 * cuts[49], 1), "p99": round(1e3 * cuts[98], 1)}
-    print(f"{clients} clients, batches of {batch}: {found.per_second}/s, {found.milliseconds} ms", flush=True)
+    print(
+        f"{clients} clients, batches of {batch}: {found.per_second}/s, {found.milliseconds} ms, CPU {found.cpu_ms} ms",
+        flush=True,
+    )
     return found
 
 

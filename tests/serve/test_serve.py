@@ -1,12 +1,16 @@
 """The server: what it answers, and that sharing batches does not show in it."""
 
+import asyncio
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -14,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serve.serving import alone, events, held, served, serving, wait_for, without_times
 from tests.test_bad_input import call
+from tests.test_benchmarks import load
 from unmask.decoding.open_batch import OpenBatch
 from unmask.serve import worker as module
 from unmask.serve.app import BODY, Limits
@@ -299,6 +304,31 @@ def test_an_error_in_a_batch_ends_its_requests_and_nothing_else(models, monkeypa
         assert server.worker.alive
 
 
+def test_who_joins_now(monkeypatch):
+    """A full batch is passed by; a batch too many is not, or those who need it might wait for ever."""
+    monkeypatch.setattr(module, "MOST_LANES", 2)
+    worker, lane = (
+        module.Worker(rows=2, queue=9),
+        lambda jobs, room: SimpleNamespace(jobs=jobs, batch=SimpleNamespace(room=room)),
+    )
+    asked = {name: SimpleNamespace(lane=name[0]) for name in ("a1", "a2", "b1", "b2", "c1", "b3")}
+
+    def joining(names, lanes):
+        worker.lanes, worker.waiting = dict(lanes), deque(asked[name] for name in names)
+        found = worker._admitted()
+        by_job = {id(job): name for name, job in asked.items()}
+        return {key: [by_job[id(job)] for job in jobs] for key, jobs in found.items()}
+
+    busy = {"x": None}
+    full_a = {"a": lane(busy, 0), "b": lane(busy, 1)}
+    assert joining(["a1", "b1", "b2"], full_a) == {"b": ["b1"]}
+    assert joining(["c1", "b1"], full_a) == {}
+    assert joining(["b1", "c1", "a1"], {**full_a, "b": lane({}, 2)}) == {"b": ["b1"]}
+    assert joining(["c1", "b1"], {"a": lane(busy, 0), "b": lane({}, 2)}) == {"c": ["c1"]}
+    assert joining(["a1", "a2", "b1", "b2", "b3"], {}) == {"a": ["a1", "a2"], "b": ["b1", "b2"]}
+    assert [job.lane for job in worker.waiting] == ["b"]
+
+
 def test_nobody_waits_for_ever_and_batches_stay_few(models, monkeypatch):
     """More kinds of requests than batches, again and again: all are answered, and the batches are replaced."""
     monkeypatch.setattr(module, "MOST_LANES", 2)
@@ -334,6 +364,20 @@ def answers(address):
         return httpx2.get(address, timeout=5).status_code == 200
     except httpx2.TransportError:
         return False
+
+
+def test_the_benchmark_counts_what_is_wrong(models):
+    bench, puzzle = load("serve"), models[2]
+    bodies = bench.requests(puzzle, 6)
+    want = bench.alone(puzzle, bodies, ROWS)
+    want[3] = {**want[3], "steps": 99}
+    with serving([puzzle], ROWS) as (client, _):
+        sent, port = [json.dumps(body).encode() for body in bodies], client.base_url.port
+        found = asyncio.run(bench.load(port, os.getpid(), 3, ROWS, 1.0, sent, want))
+    assert found.errors == []
+    assert found.refused == 0
+    assert found.answered // 6 <= found.wrong <= found.answered // 6 + 1
+    assert found.rows_per_step > 1
 
 
 def test_an_answer_does_not_wait_for_a_packet_to_fill(running):
