@@ -24,6 +24,9 @@ from unmask.models.packing import padding_stays
 MOST_LANES = 8  # batches at once; a rule may keep N x V numbers for each of its rows
 
 
+GAP = 0.01  # seconds without a request after which no more are expected
+
+
 class QueueFull(Exception):
     """No request more can wait."""
 
@@ -115,6 +118,7 @@ class Worker:
         self.waiting = deque[Job]()
         self.closing = False
         self.steps = self.row_steps = 0  # taken by batches, and by the sequences in them
+        self.ended, self.seconds = 0, 0.0  # sequences that the last steps finished, and how long these took
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="unmask-worker", daemon=True)
 
@@ -130,12 +134,11 @@ class Worker:
         """How many jobs are in a batch."""
         return sum(len(lane.jobs) for lane in list(self.lanes.values()))
 
-    def submit(self, *jobs: Job) -> None:
-        """All of them or none."""
+    def submit(self, job: Job) -> None:
         with self._changed:
-            if len(self.waiting) + len(jobs) > self.queue or self.closing:
+            if len(self.waiting) >= self.queue or self.closing:
                 raise QueueFull
-            self.waiting.extend(jobs)
+            self.waiting.append(job)
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
@@ -160,18 +163,31 @@ class Worker:
                         self._changed.wait()
                     if not (self.waiting or self.running):
                         return
+                    self._gather()
                     joining = self._admitted()
+                started, self.ended = time.perf_counter(), 0
                 for key, jobs in joining.items():
                     self._guarded(key, lambda lane, jobs=jobs: lane.join(jobs), jobs)  # type: ignore[misc]
                 for key, lane in list(self.lanes.items()):
                     if lane.jobs:
                         self._guarded(key, self._step, [])
+                self.seconds = time.perf_counter() - started
+
+    def _gather(self) -> None:
+        """Where several have just been answered, more are on their way: they are waited for while they keep coming, at
+        most as long as the last steps took.  Who is alone waits for nobody."""
+        until = time.perf_counter() + self.seconds
+        before = -1
+        while self.ended > 1 and before < len(self.waiting) < self.rows and time.perf_counter() < until:
+            before = len(self.waiting)
+            self._changed.wait(GAP)
 
     def _step(self, lane: Lane) -> None:
         lane.drop_gone()
         if rows := len(lane.jobs):
             self.steps, self.row_steps = self.steps + 1, self.row_steps + rows
             lane.step()
+            self.ended += rows - len(lane.jobs)
 
     def _admitted(self) -> dict[tuple[object, ...], list[Job]]:
         """Which jobs join which batch now.
