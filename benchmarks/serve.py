@@ -3,7 +3,7 @@
     python benchmarks/serve.py RUN --cpu --out results/serve/cpu-groups.json     two minutes; RUN: `unmask demo`
     python benchmarks/serve.py RUN --out results/serve/h200-30m.json             on a GPU, where there is one
 
-Five loads of the same requests, half of them for the learned order: one client at a time against a server whose passes
+Five loads of the same requests, the learned order and `top-prob` in 8 steps in turn: one client at a time against a server whose passes
 have one row (the best that one at a time can be) and against the server with `--batch` rows, `--clients` at once
 against that, and both of the first again.  A client sends its next request when it has the answer to the last one.
 Exit code 1 unless: no error but 429; every answer is, token by token and step by step, that of `Engine.generate` for
@@ -154,7 +154,7 @@ async def load(
 
 def requests(served: Served, kinds: int) -> list[dict[str, Any]]:
     """Half of them for the learned order, where there is one; a rule of another number of steps in between."""
-    rules = [{"policy": "learned" if served.selector is not None else "margin"}, {"policy": "top-prob", "steps": 4}]
+    rules = [{"policy": "learned" if served.selector is not None else "margin"}, {"policy": "top-prob", "steps": 8}]
     return [{**rules[number % 2], "example": number // 2, "seed": number % 7} for number in range(kinds)]
 
 

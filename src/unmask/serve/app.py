@@ -291,7 +291,7 @@ class Server:
             yield f"data: {as_json(problem(*failed(error)))}\n\n"
 
     def _usage(self, request: Request, state: State) -> dict[str, int]:
-        prompt, written = int((request.truth.attention_mask & ~request.truth.response).sum()), request.size(state)
+        prompt, written = len(request.given), request.size(state)
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
     # --- what they share ----------------------------------------------------------------------------------------------

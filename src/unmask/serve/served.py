@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -230,23 +230,31 @@ class Request:
         named = self.asked.example or 0  # as `unmask sample` names its draws
         return Job(lane, engine, prompt, attended, self.asked.seed, named, self.served.device, watched, tell)
 
-    @property
+    @cached_property
+    def given(self) -> list[int]:
+        """The positions of the prompt."""
+        return (self.truth.attention_mask & ~self.truth.response)[0].nonzero()[:, 0].tolist()
+
+    @cached_property
+    def written(self) -> list[int]:
+        """The positions of the response."""
+        return self.truth.response[0].nonzero()[:, 0].tolist()
+
+    @cached_property
     def question(self) -> str:
         """The prompt of a text, which is shown apart from what is written; "" where it stands among the tokens."""
-        here, response = self.truth.attention_mask[0], self.truth.response[0]
-        prompt = here & ~response
-        behind = bool((prompt & (response.cumsum(-1) > 0)).any())
-        if self.served.task.text_tokenizer is None or behind:
+        is_text = self.served.task.text_tokenizer is not None
+        if not is_text or not self.given or self.given[-1] > self.written[0]:
             return ""
-        return visible(self.served.task.text(self.truth.tokens[0][prompt].tolist()))
+        return visible(self.served.task.text(self.truth.tokens[0][self.given].tolist()))
 
     def shown(self, state: State | None) -> list[tuple[str, int | None]]:
         """Each token as it reads and the step that revealed it: null for a mask, -1 where it was given."""
-        task, here, response = self.served.task, self.truth.attention_mask[0], self.truth.response[0]
-        at = (response if self.question else here).nonzero()[:, 0].tolist()
+        task, at = self.served.task, self.written if self.question else sorted(self.given + self.written)
         blank = len(task.vocabulary)  # what `spans` takes for a mask
         if state is None:
-            tokens, when = torch.where(response, blank, self.truth.tokens[0]).tolist(), [-1] * len(here)
+            tokens = torch.where(self.truth.response[0], blank, self.truth.tokens[0]).tolist()
+            when = [-1] * len(tokens)
         else:
             tokens = [blank if masked else token for token, masked in zip(state.tokens, state.masked, strict=True)]
             when = state.reveal_step
@@ -255,19 +263,18 @@ class Request:
 
     def text(self, state: State, until_mask: bool = False) -> str:
         """What is written, up to `max_tokens`; or the beginning of it that nothing will change any more."""
-        written = self._written(state)
+        written = self._response(state)
         if until_mask and None in written:
             written = written[: written.index(None)]
         return self.served.task.text([token for token in written if token is not None])
 
     def size(self, state: State) -> int:
         """Tokens of the text."""
-        tokens, eos = self._written(state), self.served.task.eos_token_id
+        tokens, eos = self._response(state), self.served.task.eos_token_id
         return tokens.index(eos) if eos in tokens else len(tokens)
 
-    def _written(self, state: State) -> list[int | None]:
-        at = self.truth.response[0].nonzero()[:, 0].tolist()
-        return [None if state.masked[n] else state.tokens[n] for n in at][: self.asked.max_tokens]
+    def _response(self, state: State) -> list[int | None]:
+        return [None if state.masked[n] else state.tokens[n] for n in self.written][: self.asked.max_tokens]
 
     def answer(self, state: State) -> dict[str, Any]:
         """What POST /v1/generate gives."""
