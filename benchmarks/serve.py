@@ -3,9 +3,10 @@
     python benchmarks/serve.py RUN --cpu --out results/serve/cpu-groups.json     two minutes; RUN: `unmask demo`
     python benchmarks/serve.py RUN --out results/serve/h200-30m.json             on a GPU, where there is one
 
-Five loads of the same requests, the learned order and `top-prob` in 8 steps in turn: one client at a time against a server whose passes
-have one row (the best that one at a time can be) and against the server with `--batch` rows, `--clients` at once
-against that, and both of the first again.  A client sends its next request when it has the answer to the last one.
+Five loads of the same requests, the learned order and `top-prob` in 8 steps in turn: one client at a time against a
+server whose passes have one row (the best that one at a time can be) and against the server with `--batch` rows,
+`--clients` at once against that, and both of the first again.  A client sends its next request when it has the answer
+to the last one.
 Exit code 1 unless: no error but 429; every answer is, token by token and step by step, that of `Engine.generate` for
 the same prompt and seed alone; memory does not grow by 3% from a quarter of the time on; at least 3 times the
 requests a second of the best of those that go one at a time.
