@@ -18,12 +18,14 @@ RUN_TIME = {
     "matplotlib", "unmask",
     # Extras: imported only where they are needed.
     "datasets", "rdkit", "fcd_torch", "lm_eval", "peft", "diffusers", "sglang",
+    "starlette", "uvicorn", "prometheus_client",
 }  # fmt: skip
 # A package imports from itself and from what stands below it; every other file of unmask/ is a leaf, below all.
 LAYERS = [
     *(
         "__init__ __main__",
         "cli lm_eval diffusers sglang",
+        "serve",
         "studies",
         "report",
         "evaluation",

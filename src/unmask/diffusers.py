@@ -110,7 +110,7 @@ class UnmaskScheduler(BlockRefinementScheduler):
         seed: int = self.config["seed"]
         if generator is not None:
             seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        self.stepper.seed.fill_(seed)
+        self.canvas.seed.fill_(seed)
         self.blocks += 1
 
 
