@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
+from torch import Tensor
 
 from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.generate import Engine
@@ -27,6 +31,7 @@ MASK, END = "·", "░"
 BROKEN, LETTER = "\ufffd", 4  # what a decoder writes for a part of a letter, and the most bytes of one
 PICTURE = "<!-- written by unmask sample -->"  # a file with this may be replaced
 PROMPT = -1  # the step of what was given
+PAUSE = 0.4  # seconds that a step stands in the animation at least
 SEARCHED = 1000  # examples that are searched where a task has no end of them
 
 
@@ -34,7 +39,9 @@ class Span(NamedTuple):
     """A token as it is shown."""
 
     text: str
-    step: int | None  # at which it was revealed; PROMPT where it was given, None for a mask
+    step: (
+        int | None
+    )  # at which it was revealed, from 0; people see it from 1; PROMPT where it was given, None for a mask
     is_end: bool = False  # an end of sequence, or several
 
 
@@ -70,13 +77,18 @@ def sample(
     trust_task: bool = False,
     denoiser: Any = None,
     any_denoiser: bool = False,
+    cpu: bool = False,
+    on_step: Callable[[list[Writing]], None] | None = None,
 ) -> Iterator[list[Writing]]:
     """What each policy writes for each of the first `num` held-out examples, or for those in `examples`.
 
     prompts: in their place.
     find: right or wrong for each policy, such as "right,wrong": only examples where the policies are so.
+    on_step: called before and after every step with what stands so far of an example, what is being written last, and
+        with nothing when the example is finished.
     """
-    model, plain, task, recipe = open_run(run, None, split, trust_task, denoiser, any_denoiser)
+    device = torch.device("cpu") if cpu else None
+    model, plain, task, recipe = open_run(run, device, split, trust_task, denoiser, any_denoiser)
     device = device_of(model.denoiser)
     names = policies or ["learned" if model.selector is not None else "top-prob"]
     rules = [parse_policy(name, model.selector) for name in names]
@@ -85,6 +97,7 @@ def sample(
         raise UserError(f"--find takes right or wrong for each --policy, such as right,wrong for two, not {find!r}")
     wanted = [word == "right" for word in words]
     require(not prompts or not (find or examples), "--prompt takes the place of examples: no --example and no --find")
+    require(not find or on_step is None, "--find looks at many examples: leave out --watch, or --find")
     require(not find or task.has_checker, f"--find needs a checker, and task {task.name} has none: leave it out")
     temperature = recipe.evaluate.temperature if temperature is None else temperature
     choice = TokenChoice(temperature, top_p, top_k, eos_token_id=task.eos_token_id)
@@ -96,13 +109,20 @@ def sample(
     candidates = examples or range(len(prompts) or (many if wanted else min(num, many)))
 
     def written(example: int) -> Iterator[Writing]:
+        done: list[Writing] = []
         for rule in rules:
             used = (model if isinstance(rule, NetworkPolicy) else plain).denoiser
             prompt = prompts[example] if prompts else None
-            yield write(used, task, rule, budget, example, choice, seed, prompt, device)
+            seen = (lambda writing: on_step([*done, writing])) if on_step else None
+            done.append(write(used, task, rule, budget, example, choice, seed, prompt, device, seen))
+            yield done[-1]
 
     if not wanted:
-        yield from (list(written(example)) for example in candidates)
+        for example in candidates:
+            whole = list(written(example))
+            if on_step is not None:
+                on_step([])
+            yield whole
         return
     found: list[list[Writing]] = []
     for example in watched(candidates, "looking"):
@@ -127,38 +147,50 @@ def write(
     seed: int,
     given: str | None = None,
     device: torch.device | str = "cpu",
+    on_step: Callable[[Writing], None] | None = None,
 ) -> Writing:
     """Generate for one held-out example and keep every canvas; in a batch the result would be the same.
 
     given: a prompt to generate for instead; the example is then a number that names the random draws.
     device: that of the networks.
+    on_step: called before and after every step with what stands so far.
     """
     ids, mask = torch.tensor([example]), denoiser.mask_token_id
     truth = task.examples(ids, "test") if given is None else task.prompted(given)
     check_no_mask(truth, mask, task.text)
     canvas = torch.where(truth.response, mask, truth.tokens)
     engine = Engine(denoiser, rule, budget, choice)
-    out = engine.generate(
-        canvas.to(device), seed=seed, ids=ids, attention_mask=truth.attention_mask.to(device), history=True
-    )
-    assert out.history is not None
-    tokens, steps, history = out.tokens.cpu(), out.reveal_step.cpu(), out.history.cpu()
-    here, response = out.attention_mask[0].cpu(), truth.response[0]
+    here, response = truth.attention_mask[0], truth.response[0]
     prompt = here & ~response
     # The prompt of a text is shown as a question, without the tokens; one that stands around the response, with them.
     is_question = task.text_tokenizer is not None and not (prompt & (response.cumsum(-1) > 0)).any()
     shown = response if is_question else here
+    question, wanted = (
+        visible(task.text(truth.tokens[0][part].tolist())) if is_question else "" for part in (prompt, response)
+    )
+    about = (example, rule.name, budget, question, wanted if given is None else "")
+
+    def tell(tokens: Tensor, masked: Tensor, steps: Tensor, num_steps: int) -> None:
+        if on_step is not None:
+            seen = torch.where(masked, len(task.vocabulary), tokens)[0].cpu()
+            so_far = spans(task, seen[shown].tolist(), steps[0].cpu()[shown].tolist())
+            on_step(Writing(*about, [], so_far, num_steps, None))
+
+    tell(truth.tokens, truth.response, torch.full_like(truth.tokens, PROMPT), 0)
+    out = engine.generate(
+        canvas.to(device), seed=seed, ids=ids, attention_mask=truth.attention_mask.to(device), history=True,
+        on_step=lambda out: tell(out.tokens, out.masked, out.reveal_step, int(out.num_steps)),
+    )  # fmt: skip
+    assert out.history is not None
+    tokens, steps, history = out.tokens.cpu(), out.reveal_step.cpu(), out.history.cpu()
     frames, when = [], torch.full_like(tokens[0][here], PROMPT)
     for i, (before, after) in enumerate(pairwise(history[0, :, here])):  # without padding
         when = torch.where((before == mask) & (after != mask), i, when)
         seen = torch.where(after == mask, len(task.vocabulary), after)  # the mask may be one of the task's tokens
         frames.append(spans(task, seen[shown[here]].tolist(), when[shown[here]].tolist()))
-    question, wanted = (
-        visible(task.text(truth.tokens[0][part].tolist())) if is_question else "" for part in (prompt, response)
-    )
     result = spans(task, tokens[0][shown].tolist(), steps[0][shown].tolist())
-    told = (example, rule.name, budget, question, wanted if given is None else "", frames, result, int(out.num_steps))
-    return Writing(*told, bool(task.valid(tokens, truth)[0]) if given is None and task.has_checker else None)
+    valid = bool(task.valid(tokens, truth)[0]) if given is None and task.has_checker else None
+    return Writing(*about, frames, result, int(out.num_steps), valid)
 
 
 def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
@@ -230,7 +262,7 @@ def wrapped(frame: Sequence[Span], room: int) -> list[list[Span]]:
 
 def print_legend(console: Console, writing: Writing) -> None:
     # One line at 60 columns; the colours repeat anyway.
-    marked = [f"[{_terminal_colour(i)}]{i}[/]" for i in range(writing.budget)]
+    marked = [f"[{_terminal_colour(i)}]{i + 1}[/]" for i in range(writing.budget)]
     shown = " ".join(marked if writing.budget <= 12 else [*marked[:6], "...", marked[-1]])
     ends = f"  {END} end of sequence" if writing.question else ""
     console.print(f"step {shown}  [dim]prompt[/]  {MASK} mask{ends}")
@@ -238,22 +270,39 @@ def print_legend(console: Console, writing: Writing) -> None:
 
 def print_writings(console: Console, written: Sequence[Writing], trace: bool) -> None:
     """What the rules wrote for one example, after its question if it has one; with `trace` every step."""
+    for line in _lines(written, trace, len(written) > 1, console.width):
+        console.print(line, soft_wrap=True)
 
-    def print_spans(label: str, spans: Sequence[Span]) -> None:
-        for part, line in enumerate(wrapped(spans, console.width - 6)):
-            shown = f"  {label if part == 0 else '':<2}  {''.join(map(_in_colour, line))}"
-            console.print(shown.rstrip(), soft_wrap=True)
 
-    if written[0].question:
-        console.print(f"\n[bold]{written[0].example}[/]  {in_markup(written[0].question)}")
+@contextmanager
+def animation(console: Console, pause: float = PAUSE) -> Iterator[Callable[[list[Writing]], None]]:
+    """A function that shows what is being written in place, for `on_step`; what is printed meanwhile stands above."""
+    with Live(console=console, transient=True, auto_refresh=False) as live:
+
+        def show(written: list[Writing]) -> None:
+            live.update(Group(*_lines(written, False, True, console.width)), refresh=True)
+            time.sleep(pause if written else 0)
+
+        yield show
+
+
+def _lines(written: Sequence[Writing], trace: bool, named: bool, width: int) -> Iterator[str]:
+    """In rich's markup."""
+
+    def spans_of(label: str, spans: Sequence[Span]) -> Iterator[str]:
+        for part, line in enumerate(wrapped(spans, width - 6)):
+            yield f"  {label if part == 0 else '':<2}  {''.join(map(_in_colour, line))}".rstrip()
+
+    if written and written[0].question:
+        yield f"\n[bold]{written[0].example}[/]  {in_markup(written[0].question)}"
         if written[0].wanted:
-            console.print(f"[dim]answer:[/] {in_markup(written[0].wanted)}")
+            yield f"[dim]answer:[/] {in_markup(written[0].wanted)}"
     for writing in written:
-        if len(written) > 1:
-            console.print(f"{in_markup(writing.policy)}:")
-        for i, frame in enumerate(writing.frames if trace else []):
-            print_spans(str(i), frame)
-        print_spans("=" if trace else "", [*writing.result, Span(f"   {outcome(writing)}", None)])
+        if named:
+            yield f"{in_markup(writing.policy)}:"
+        for number, frame in enumerate(writing.frames if trace else [], start=1):
+            yield from spans_of(str(number), frame)
+        yield from spans_of("=" if trace else "", [*writing.result, Span(f"   {outcome(writing)}", None)])
 
 
 def _in_colour(span: Span) -> str:
@@ -286,7 +335,9 @@ def picture(writings: Sequence[Writing]) -> str:
     rows: list[list[tuple[str, str]]] = []  # each of (text, style)
     most = max(writing.budget for writing in writings)
     marked = sorted({round(i * (most - 1) / 11) for i in range(12)})  # as many as fit beside the rest
-    rows.append([("step  ", "fill:#6b7280"), *((f"{i} ", f"fill:{_colour(i, most)};font-weight:700") for i in marked)])
+    rows.append(
+        [("step  ", "fill:#6b7280"), *((f"{i + 1} ", f"fill:{_colour(i, most)};font-weight:700") for i in marked)]
+    )
     rows[0] += [(f"  {MASK} masked  {END} end of sequence", "fill:#6b7280")]
     for _, group in groupby(writings, lambda writing: writing.example):
         same = list(group)
@@ -302,9 +353,9 @@ def picture(writings: Sequence[Writing]) -> str:
             rows.append(
                 [(f"{writing.policy}: ", "fill:#111827;font-weight:700"), (outcome(writing), f"fill:{verdict}")]
             )
-            for step, frame in enumerate(writing.frames):
+            for number, frame in enumerate(writing.frames, start=1):
                 for part, line in enumerate(wrapped(frame, WIDTH - 4)):
-                    rows.append([(f"{step:>2}  " if part == 0 else "    ", "fill:#6b7280")])
+                    rows.append([(f"{number:>2}  " if part == 0 else "    ", "fill:#6b7280")])
                     rows[-1] += [(span.text, _style(span, most)) for span in line]
     height, width = LINE * len(rows) + 2 * MARGIN, round(CELL * WIDTH + 2 * MARGIN)
     lines = []
