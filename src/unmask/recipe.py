@@ -1,5 +1,7 @@
 """Recipes: small complete TOML files, validated whole before anything is built.
 
+The tables of one, and what is in them:
+
     seed, init        top-level values
     [task]            name, and the options of that task; those left out are written out with their defaults
     [model]           the denoiser: `size`, or width, layers, heads, intermediate; or `denoiser`, one that you have;
