@@ -14,6 +14,10 @@ from unmask.runtime import process_settings
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--screenshot-of", metavar="RUN", help="Write docs/results/report.png, the page of this run.")
+
+
 def pytest_configure():
     """Tests read what is printed: 80 columns and no colours, whatever the terminal or a CI service asks for."""
     for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE"):

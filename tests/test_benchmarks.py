@@ -10,8 +10,10 @@ import torch
 
 from tests.training.small import FixedTask, padded, small_model
 from unmask.decoding.generate import Engine
+from unmask.decoding.policies import parse_policy
+from unmask.decoding.tokens import TokenChoice
 from unmask.models.backbone import BackboneConfig
-from unmask.models.networks import SelectorConfig
+from unmask.models.networks import Denoiser, SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
 from unmask.training.self_posterior import SelfObjective
 
@@ -25,7 +27,7 @@ def load(name):
     return module
 
 
-train, throughput = load("train"), load("throughput")
+train, throughput, cache = load("train"), load("throughput"), load("cache")
 CPU = torch.device("cpu")
 EXAMPLES = padded(
     [[0, 1, 2, 0, 1, 1], [2, 2, 1, 0, 1], [1, 0, 0, 2, 0]],
@@ -129,3 +131,15 @@ def test_puzzles_are_compared_at_equal_mean_steps():
     assert run.learned.outcome.score == 0.982
     assert max(record.outcome.score for record in run.heuristics(4)) == 0.883
     assert 0.986 <= puzzles._best_mixture(run) < 0.99
+
+
+@pytest.mark.parametrize("block_size", [0, 2])
+def test_a_cache_is_compared_with_none(block_size):
+    """The exact cache writes the same; of both, the response alone is compared."""
+    torch.manual_seed(0)
+    shape = BackboneConfig(width=16, layers=2, heads=2, intermediate=16, max_length=8, block_size=block_size)
+    denoiser, task = Denoiser(shape, 3).double().eval(), FixedTask(EXAMPLES)
+    row = cache.compared(denoiser, parse_policy("blocks(2,margin)"), 4, EXAMPLES, TokenChoice(), 2, 1, task)
+    assert row["cache"] == ("exact" if block_size else "prefix")
+    assert row["score"] is not None
+    assert row["equal_tokens"] == 1.0 or not block_size

@@ -59,7 +59,7 @@ def test_built_in_recipes_are_whole():
         recipe = load_recipe(name)
         options = {key: value for key, value in recipe.task.items() if key != "name"}
         task = make_task(recipe.task["name"], **options)
-        called = name.removesuffix("-self").removesuffix("-4x4").removesuffix("-small")
+        called = name.removesuffix("-self").removesuffix("-blocks").removesuffix("-4x4").removesuffix("-small")
         assert recipe.task["name"] == ("waiting-lines" if called == "remove-random-exact" else called)
         assert (recipe.denoise is None) == (recipe.model.denoiser == "exact")
         assert recipe.order is not None

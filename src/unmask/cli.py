@@ -78,6 +78,15 @@ Overrides = Annotated[
 TopP = Annotated[float, Option(help="Sample among the fewest tokens that hold this much of the mass.")]
 TopK = Annotated[int, Option(help="Sample among this many most probable tokens; 0: all.")]
 
+Cached = Annotated[
+    str,
+    Option(
+        "--cache",
+        help="prefix: inside `blocks`, keep the keys and values of the prompt and of finished blocks; faster, and "
+        "approximate for a bidirectional model. auto: where it is exact, for a block-causal model. none: never.",
+    ),
+]
+
 # What typer raises for an unknown command or option and for a missing or wrong value; its home differs by version.
 UsageError: Any = BadParameter.__base__
 
@@ -186,6 +195,7 @@ def demo(
     from unmask.evaluation.compare import why_not_won
     from unmask.evaluation.plan import evaluate
     from unmask.report.html import write_report
+    from unmask.report.tables import verdict
     from unmask.training.run import train as train_run
 
     started = time.perf_counter()
@@ -197,8 +207,7 @@ def demo(
     reasons = why_not_won(records)
     for reason in reasons:
         say(f"unmask: the learned order did NOT win: {reason}", err=True)
-    if not reasons:
-        say("The learned order wins at the same number of steps.")
+    say(verdict(records))
     _print_results(out, records, only_first=not details)
     if details:
         _print_bound(out, bound)
@@ -347,6 +356,7 @@ def evaluate(
     bf16: Annotated[
         bool, Option("--bf16", help="The denoiser's trunk in bfloat16, scores in float32: faster on a GPU.")
     ] = False,
+    cache: Cached = "auto",
     perplexity: Annotated[
         str | None,
         Option(
@@ -392,6 +402,7 @@ def evaluate(
             raise UserError("--samples and --price are for --bound; a rule has its own: --policy 'learned(price=0.1)'")
         tokens = {"top_p": top_p, "top_k": top_k, "guidance": guidance, "min_length": min_length}
         options |= {"temperature": temperature, "stop_at_eos": stop_at_eos, "compile": compile, "bf16": bf16, **tokens}
+        options["cache"] = cache
         show = _evaluate_curve if curve else _evaluate
         if perplexity is not None:
             if curve:
@@ -400,11 +411,12 @@ def evaluate(
         show(run, policies=policy or [], steps=steps or [], against=against or [], again=again, **options)
         return
     chooses_tokens = (temperature, top_p, top_k, guidance, min_length, stop_at_eos) != (None, 1.0, 0, 0.0, 0, False)
-    other = policy or steps or against or curve or again or compile or bf16 or perplexity
+    other = policy or steps or against or curve or again or compile or bf16 or perplexity or cache != "auto"
     if other or chooses_tokens or exact_denoiser:
         raise UserError(
-            "--bound takes no --policy, --steps, --against, --curve, --again, --perplexity, --compile, --bf16 or "
-            "--exact-denoiser, nor what chooses tokens, such as --temperature: it is a number of the trained model"
+            "--bound takes no --policy, --steps, --against, --curve, --again, --perplexity, --compile, --bf16, "
+            "--cache or --exact-denoiser, nor what chooses tokens, such as --temperature: it is a number of the "
+            "trained model"
         )
     if _is_main():  # a matter of seconds, and a sum whose rounding would depend on how it is divided
         from unmask.evaluation.bound import evaluate_run_bound
@@ -537,13 +549,25 @@ def report(
         list[Path],
         Argument(help="Folders of evaluated runs; with --markdown the folder of records.", show_default=False),
     ],
-    out: Annotated[Path | None, Option(help="The page to write.", show_default="report.html in the first run")] = None,
+    out: Annotated[Path | None, Option(help="The file to write.", show_default="report.html in the first run")] = None,
+    format_: Annotated[
+        str,
+        Option(
+            "--format",
+            help="html: the page. For papers: md, csv or tex, the tables; png or pdf, the plots, each in a file beside "
+            "--out.",
+        ),
+    ] = "html",
+    examples: Annotated[
+        int,
+        Option(min=0, max=MOST_EXAMPLES, help="Held-out examples to watch in the page, of those evaluated; 0: none."),
+    ] = 12,
     markdown: Annotated[
         Path | None, Option(help="Write all tables and plots of a folder of records to this Markdown page instead.")
     ] = None,
     trust_task: TrustTask = False,
 ) -> None:
-    """Draw the results of one or more runs as one self-contained HTML page.
+    """One self-contained HTML page of one or more runs: the verdict, plots, tables, and the orders to watch.
 
     With --markdown, the records that `unmask reproduce` left in OUT/results become a Markdown page.
 
@@ -557,11 +581,18 @@ def report(
         write_page(markdown, runs[0])
         say(f"page: {markdown}")
         return
-    from unmask.report.html import write_report
+    from unmask.report.formats import FORMATS, write_format
+    from unmask.report.html import read_sections, write_report
 
-    page = out or runs[0] / "report.html"
-    write_report(runs, page, trust_task, pictures=out is None)
-    say(f"report: {page}")
+    if format_ not in ("html", *FORMATS):
+        raise UserError(f"--format {format_}: choose from html, {', '.join(FORMATS)}")
+    path = out or runs[0] / f"report.{format_}"
+    written = [path]
+    if format_ == "html":
+        write_report(runs, path, trust_task, examples)
+    else:
+        written = write_format(path, format_, read_sections(runs, trust_task))
+    say("\n".join(f"report: {file}" for file in written))
 
 
 @app.command()
@@ -637,6 +668,7 @@ def sample(
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     seed: Annotated[int, Option(min=-(2**63), max=2**63 - 1, help="Seed of the sampling.")] = 0,
+    cache: Cached = "auto",
     trace: Annotated[bool, Option("--trace", help="Print every step of the unmasking.")] = False,
     watch: Annotated[
         bool, Option("--watch", help="Show every step in place while it is made; off a terminal as --trace.")
@@ -662,7 +694,7 @@ def sample(
     options |= {"prompts": prompt or [], "trust_task": trust_task, "denoiser": denoiser, "any_denoiser": any_denoiser}
     moving = watch and console.is_interactive
     with traces.animation(console) if moving else nullcontext() as on_step:
-        options |= {"cpu": cpu, "on_step": on_step}
+        options |= {"cache": cache, "cpu": cpu, "on_step": on_step}
         for written in traces.sample(run, policy or [], steps, num, example or [], find, **options):
             if not found:
                 traces.print_legend(console, written[0])

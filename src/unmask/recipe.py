@@ -21,7 +21,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from unmask.display import say
 from unmask.errors import UserError, did_you_mean, prefixed, require
@@ -30,7 +30,7 @@ from unmask.own_code import is_own
 from unmask.tasks import make_task, task_class
 
 if TYPE_CHECKING:
-    from unmask.decoding.policies import Policy, SelectorNetwork
+    from unmask.decoding.policies import Policy
 
 # Modules that import torch are imported where they are needed: `unmask --help` must not wait for it.
 
@@ -70,6 +70,7 @@ class ModelRecipe:
     intermediate: int = 0
     max_length: int = 0  # 0: the task's length
     absolute_positions: bool = False  # a learned vector per position; tasks without a prompt need it
+    block_size: int = 0  # block-causal: a block of the response sees itself and what came before; 0: all see all
     causal: str = ""  # a causal language model to start from, which has a shape: a folder, a .gguf, smollm2-135m
     denoiser: str = ""  # one that you have: a folder that `load_denoiser` reads; "exact": the task's own posterior
     bidirectional: bool = False  # with denoiser: a causal model, trained to see both ways
@@ -88,7 +89,8 @@ class ModelRecipe:
             require(self.size in SIZES, f"size = {self.size!r} is unknown; {nearest}choose from {', '.join(SIZES)}")
         elif given and missing:
             raise UserError(f"{', '.join(missing)} missing: give a size such as '34m', or {', '.join(_SHAPE)}")
-        given += ["absolute_positions"] if self.absolute_positions else []
+        given += [name for name in ("absolute_positions", "block_size") if getattr(self, name)]
+        _check_range(self, 0, "block_size", high=MOST_STEPS)
         for name, source in (("causal", self.causal), ("denoiser", self.denoiser)):
             require(not (source and given), f"{name} = {source!r} already says {', '.join(given)}: {either}")
         if self.bidirectional and not self.denoiser:
@@ -214,10 +216,10 @@ class OrderRecipe(Optimisation):
 def parse_teacher(text: str) -> Policy:
     """The rule, or UserError: it must reveal what the denoiser is sure of, by what the selector reads."""
     from unmask.decoding.confidence import FEATURES
-    from unmask.decoding.policies import EntropyBounded, Factor, Threshold, own_rules, parse_policy
+    from unmask.decoding.policies import EntropyBounded, Factor, Threshold, check_policy, own_rules
 
     with prefixed(f"teacher = {text!r}"):  # a run folder may name a teacher: no code of the user's own is imported
-        rule = None if own_rules(text) else parse_policy(text, network=cast("SelectorNetwork", object()))
+        rule = None if own_rules(text) else check_policy(text)
     if not isinstance(rule, Threshold | Factor | EntropyBounded) or not rule.reads <= FEATURES:
         raise UserError(f"teacher = {text!r} cannot teach: take threshold, factor or eb, such as threshold:0.9")
     return rule

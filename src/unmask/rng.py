@@ -31,6 +31,7 @@ class Purpose(IntEnum):
     EXAMPLE = 7  # which example a batch slot holds
     BUDGET = 8  # the most steps of a sequence, where training varies it
     STATE = 9  # which state of a trajectory the denoiser learns from
+    BLOCK = 10  # of a block-causal model: how many masks a block has, and in which block an order is learned
 
 
 _GOLDEN = 0x9E3779B97F4A7C15

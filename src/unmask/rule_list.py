@@ -35,7 +35,7 @@ def _usage(rule: ast.ClassDef, keys: dict[str, str]) -> str:
     for field in (node for node in rule.body if isinstance(node, ast.AnnAssign)):
         name = ast.unparse(field.target)
         keyword_only = keyword_only or ast.unparse(field.annotation) == "KW_ONLY"
-        if name == "_" or ast.unparse(field).endswith("field(repr=False)"):  # the mark itself, and the network
+        if name == "_" or "repr=False" in ast.unparse(field):  # the mark itself, and what no text can give
             continue
         value = _default(field.value, keys) if field.value else name.upper()
         shown.append(f"{name}={value}" if keyword_only else value)

@@ -77,6 +77,11 @@ class Recorded:
         self.calls.append(len(self.projected))
         return self.denoiser.hidden(tokens, attention_mask)
 
+    def hidden_with(self, tokens: Tensor, attend: Tensor, positions: Tensor) -> Tensor:
+        self.passes.append(tokens.clone())
+        self.calls.append(len(self.projected))
+        return self.denoiser.hidden_with(tokens, attend, positions)
+
     def logits(self, hidden: Tensor) -> Tensor:
         self.projected.append(len(hidden))
         return self.denoiser.logits(hidden)
@@ -130,12 +135,13 @@ class TabularSelector:
 # --- every rule -------------------------------------------------------------------------------------------------------
 
 BUILT_IN = {key: rule for key, rule in RULES.items() if rule.__module__.startswith("unmask.")}  # tests define others
-ENDS_EARLY = ("joint-threshold", "saber")  # though it masks again or edits
+ENDS_EARLY = ("joint-threshold", "saber", "wino")  # though it masks again or edits
+BACKGROUND = torch.tensor([2.0**-n for n in range(V)], dtype=torch.float64) / 2
 BUDGETS = (1, 3, 6, 13)  # the last is longer than every response below
 NONEMPTY = ReadsFirst(small_selector(13, NonEmpty()))
 BERNOULLI = ReadsFirst(small_selector(13, Bernoulli()))
 POLICIES: dict[str, Policy] = {
-    text: parse_policy(text, NONEMPTY)  # type: ignore[arg-type]
+    text: parse_policy(text, NONEMPTY, lambda: BACKGROUND)  # type: ignore[arg-type]
     for text in (
         *("iid", "top-prob", "top-prob(confidence=sampled)", "margin", "entropy", "left-to-right"),
         *("margin(count=floor)", "stochastic(entropy(count=cosine),0.5)", "random"),
@@ -144,6 +150,8 @@ POLICIES: dict[str, Policy] = {
         *("blocks(3,iid)", "blocks(3,top-prob)", "blocks(3,klass(0.2,0.05,1))", "blocks(2,stochastic(entropy,0.5))"),
         *("joint-threshold(0.6,0.3)", "saber", "prophet(0,2)", "credit:0.7", "blocks(3,credit:0.7)"),
         *("rdm", "rdm(linear,cond)", "p2", "remdm-cap:0.5", "remdm-rescale:0.5", "remdm-conf"),
+        *("pc-sampler", "blocks(3,pc-sampler(1,0.5))", "wino(0.4,0.5)", "blocks(3,wino(0.4,0.5))"),
+        *("blocks(3,rdm)", "blocks(3,joint-threshold(0.6,0.3))", "blocks(3,saber)", "blocks(3,remdm-cap:0.5)"),
         *("learned", "learned(temperature=2,floor=0.2)", "learned(cap=2)", "learned(deterministic)"),
         *("lo-arm", "reward:3"),
     )
@@ -180,6 +188,11 @@ PROMPTS = [
     )
 ]
 LONGER = {2: torch.tensor([10, m, m, 10, m]), 5: torch.tensor([m, m, m, m, 0])}  # what blocks of 3 need
+
+
+def ends_early(policy: Policy) -> bool:
+    """Whether a rule that masks again or edits may take fewer steps than there are."""
+    return (policy.inner if isinstance(policy, Blocks) else policy).key in ENDS_EARLY
 
 
 def prompts_for(policy: Policy) -> list[Tensor]:

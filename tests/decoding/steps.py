@@ -20,6 +20,7 @@ from unmask.decoding.policies import Policy, Step
 PARTS = 23  # a prime above 2 L: no c equals a bar such as 1 - 1/(r + 1) but for its rounding
 V = 4
 MASK = V
+FREQUENCIES = torch.tensor([0.7, 0.2, 0.1, 0.0], dtype=torch.float64)  # of the tokens, for pc-sampler
 
 
 @dataclass
@@ -98,6 +99,12 @@ def ordered(score: Callable[[int], float], among: Iterable[int]) -> list[int]:
         order += best(score, left, 1)
         left -= {order[-1]}
     return order
+
+
+def blocks_of(response: Sequence[int], size: int, S: int) -> list[tuple[list[int], int]]:
+    """The positions of each block, and how many of S steps it gets."""
+    b = math.ceil(len(response) / size)
+    return [(list(response[k * size : (k + 1) * size]), S // b + (1 if k < S % b else 0)) for k in range(b)]
 
 
 def log(x: float) -> float:

@@ -285,6 +285,11 @@ class Tiny(torch.nn.Module):
         hidden = self.table[tokens]
         return hidden + hidden.cumsum(1) * torch.linspace(-1, 1, tokens.shape[1], dtype=torch.float64)[:, None]
 
+    def hidden_with(self, tokens, attend, positions):
+        hidden = self.table[tokens]
+        before = attend & (positions[:, None] <= positions[..., None])  # as `hidden` where all see all
+        return hidden + (before.double() @ hidden) * (positions / 3 - 1)[..., None]
+
     def logits(self, hidden):
         return hidden @ self.head
 
@@ -305,8 +310,9 @@ OPTIONS = {"eos_token_id": (2, 0), "eos_last": True, "suppress_tokens": (1,), "r
         ("learned", {}, False),
         ("p2", {}, False),
         ("blocks(2,credit:0.6)", OPTIONS, True),
+        ("wino(0.4,1,confidence=sampled)", {}, False),
     ],
-    ids=["learned", "p2", "all options"],
+    ids=["learned", "p2", "all options", "wino"],
 )
 def test_compiled_is_eager(name, options, constrained):
     """Five prompts in a batch of two; the same engine twice, so that what was compiled is used again."""
@@ -316,11 +322,13 @@ def test_compiled_is_eager(name, options, constrained):
     prompts = torch.tensor([[row, 5, 5, 5, 4 - row, 5, 5] for row in range(5)])
     prompts[1, 5] = prompts[3, 1] = 2
     choice = TokenChoice(temperature=1.0, **options)
-    engine = Engine(tiny, policy, 4, choice, batch_size=2, compile=True)
+    engine, revised = Engine(tiny, policy, 4, choice, batch_size=2, compile=True), False
     for seed in (0, 1):
         allowed = torch.rand(5, 7, 5, generator=torch.Generator().manual_seed(seed)) < 0.5
         allowed[..., 3] = True
         given = {"seed": seed, "allowed": allowed if constrained else None}
         compiled = engine.generate(prompts, **given)
         assert all_results(compiled) == all_results(Engine(tiny, policy, 4, choice).generate(prompts, **given))
+        revised = revised or bool(compiled.revisions.any())
+    assert revised == policy.remasks
     assert compiled.num_forwards >= compiled.num_passes.sum()

@@ -21,8 +21,20 @@ from tests.decoding.small import (
     small_selector,
 )
 from unmask.decoding.generate import Engine, generate
-from unmask.decoding.policies import IID, Decision, Learned, Policy, Step, Threshold, parse_policy
-from unmask.models.networks import Selector, SelectorConfig
+from unmask.decoding.policies import (
+    IID,
+    Blocks,
+    Decision,
+    Learned,
+    PCSampler,
+    Policy,
+    Prophet,
+    Step,
+    Stochastic,
+    Threshold,
+    parse_policy,
+)
+from unmask.models.networks import Denoiser, Selector, SelectorConfig
 
 DENOISER = small_denoiser()
 PROMPTS = torch.tensor([[1, 2, MASK, MASK], [3, MASK, 4, MASK]])
@@ -188,6 +200,45 @@ def test_blocks_that_do_not_fit():
     uneven = [torch.full((8,), MASK), torch.full((3,), MASK)]
     refused("a response of 8 tokens has 3 blocks of 3: give at least 3 steps, not 2", uneven, policy, 2)
     assert generate(DENOISER, uneven, policy, 3).num_steps.tolist() == [3, 3]
+
+
+def test_end_of_sequence_last_does_not_go_with_second_thoughts_in_blocks():
+    refused("eos_last does not go with blocks(2,p2), which masks again", PROMPTS, "blocks(2,p2)", 3,
+            eos_last=True, eos_token_id=1)  # fmt: skip
+
+
+def test_frequencies_that_do_not_fit():
+    refused("pc-sampler needs the frequencies of tokens", PROMPTS, "blocks(2,stochastic(pc-sampler,1))", 3)
+    few = PCSampler(torch.full((5,), 0.2))
+    for rule in (few, Blocks(2, few), Stochastic(few, 0.5), Prophet(order=few)):
+        refused("there are frequencies of 5 tokens, and the denoiser writes 11", PROMPTS, rule, 3)
+    refused("the frequencies are on meta: move them to cpu", PROMPTS, unchecked(torch.ones(11, device="meta")), 3)
+    for wrong in ([0.5, 0.5], torch.tensor([3, 4]), torch.tensor([3.0, 4.0]), torch.tensor([-0.5, 0.5]),
+                  torch.tensor([torch.nan, 1.0]), torch.ones(2, 2)):  # fmt: skip
+        with pytest.raises(ValueError, match=r"frequencies must be \[V\] shares from 0 to 1: divide counts"):
+            PCSampler(wrong)
+
+
+def unchecked(frequencies):
+    """As if they had been on this device from the start: no value of a tensor on `meta` can be looked at."""
+    rule = PCSampler(torch.ones(11))
+    object.__setattr__(rule, "frequencies", frequencies)
+    return rule
+
+
+def test_a_denoiser_without_shadows():
+    """It takes no attention masks and position ids, or it gives something else, or it reads another state."""
+    needs = "needs attention masks and position ids: a denoiser with hidden_with(tokens, attend, positions); Other"
+    for rule in ("wino", "blocks(2,wino)"):
+        refused(needs, PROMPTS, rule, 3, denoiser=changed())
+        generate(changed(hidden_with=lambda self, *given: DENOISER.hidden_with(*given)), PROMPTS, rule, 3)
+    for answer in (lambda self, tokens, *rest: DENOISER.hidden(tokens[:, :4]), lambda self, *given: None):
+        wrong = changed(hidden_with=answer)
+        refused("`hidden_with` must be [B, L, D] from tokens [B, L]", PROMPTS, "wino", 3, denoiser=wrong)
+    shifted = Denoiser(DENOISER.backbone.config, 11, shift=True)
+    refused("a model with shift reads a token from the state before it", PROMPTS, "wino", 3, denoiser=shifted)
+    refused("65 tokens is longer than the model's context of 64", torch.full((1, 65), MASK), "wino", 3)
+    assert not generate(DENOISER, torch.full((1, 64), MASK), "wino", 30).masked.any()  # shadows need no context
 
 
 def test_a_budget_that_the_selector_was_not_trained_for():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.decoding.small import BUILT_IN
-from tests.decoding.steps import case_of, places, random_case
+from tests.decoding.steps import FREQUENCIES, case_of, places, random_case
 from unmask.decoding.policies import Decision, Step, parse_policy
 from unmask.variational.selection import Bernoulli, NonEmpty
 
@@ -30,10 +30,11 @@ NAMES = [  # every rule, and those of its parameters that take another way throu
     *("threshold(0.7,paced)", "factor(1,confidence=sampled)", "eb(0.5,order=margin)", "klass(0.5,0.5,1)", "dus"),
     *("blocks(3,iid)", "blocks(3,klass(0.5,0.5,1))"),
     *("rdm", "rdm(linear,cond)", "p2", "remdm-cap:0.4", "remdm-rescale:0.4", "remdm-conf"),
-    *("joint-threshold(0.6,0.3)", "saber", "prophet(2,3)", "credit"),
+    *("joint-threshold(0.6,0.3)", "saber", "prophet(2,3)", "credit", "pc-sampler", "wino"),
+    *("blocks(3,rdm)", "blocks(3,joint-threshold(0.6,0.3))", "blocks(3,wino)", "blocks(3,remdm-cap:0.4)"),
     *("learned", "learned(temperature=0.5,floor=0.1,cap=2)", "learned(deterministic)", "lo-arm", "reward"),
 ]
-POLICIES = {name: parse_policy(name, FromHidden(NonEmpty())) for name in NAMES}
+POLICIES = {name: parse_policy(name, FromHidden(NonEmpty()), lambda: FREQUENCIES) for name in NAMES}
 POLICIES["learned, bernoulli"] = parse_policy("learned", FromHidden(Bernoulli()))
 
 

@@ -1,4 +1,4 @@
-"""top-prob, margin, entropy, left-to-right, stochastic: a score ranks, k_i cuts."""
+"""top-prob, margin, entropy, left-to-right, pc-sampler, stochastic: a score ranks, k_i cuts."""
 
 import itertools
 import math
@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from tests.decoding.steps import (
+    FREQUENCIES,
     MASK,
     best,
+    blocks_of,
     case_of,
     counting_denoiser,
     plain_row,
@@ -22,16 +24,37 @@ from tests.decoding.steps import (
 )
 from tests.statistics import assert_follows
 from unmask.decoding.generate import generate
-from unmask.decoding.policies import Entropy, LeftToRight, Margin, Random, Stochastic, TopProbability
+from unmask.decoding.policies import (
+    Blocks,
+    Entropy,
+    LeftToRight,
+    Margin,
+    PCSampler,
+    Random,
+    Stochastic,
+    TopProbability,
+)
 from unmask.decoding.policies.rule import highest
 
 CASES = [random_case(seed) for seed in range(2)]
+
+
+def pc_score(p, token, j, decay, clip):
+    return math.exp(-decay * j) * min(clip, -p * math.log(FREQUENCIES[token].item() + 1e-9))
+
+
+def pc_score_of(row, n, decay, clip):
+    return pc_score(row.p(n, row.proposal[n]), row.proposal[n], row.response.index(n), decay, clip)
+
+
 RANKED = {
     "top-prob": (TopProbability(), lambda row, n: row.c(n)),
     "top-prob sampled": (TopProbability(confidence="sampled"), lambda row, n: row.c(n, "sampled")),
     "margin": (Margin(), lambda row, n: row.margin(n)),
     "entropy": (Entropy(), lambda row, n: -row.entropy(n)),
     "left-to-right": (LeftToRight(), lambda row, n: -n),
+    "pc-sampler": (PCSampler(FREQUENCIES), partial(pc_score_of, decay=0.25, clip=10)),
+    "pc-sampler, clipped": (PCSampler(FREQUENCIES, 0.03, 0.2), partial(pc_score_of, decay=0.03, clip=0.2)),
 }
 
 
@@ -188,3 +211,30 @@ def test_a_cold_stochastic_order_is_the_order():
             for row, chosen in zip(case.rows, reveals(Stochastic(order, 1e-4), case), strict=True):
                 if len({round(score(row, n), 3) for n in row.masked}) == len(row.masked):
                     assert chosen == best(partial(score, row), row.masked, row.k)
+
+
+def test_pc_sampler_counts_places_in_its_block():
+    """Against a plain loop; a large decay makes it left to right, whatever the tokens."""
+    N, size, S = 11, 4, 6
+    for seed in range(5):
+        denoiser = counting_denoiser(N, seed=seed)
+        out = generate(denoiser, torch.full((1, N), MASK), Blocks(size, PCSampler(FREQUENCIES, 0.4, 1.5)), S)
+        masked, steps, i = set(range(N)), {}, 0
+        for inside, own in blocks_of(range(N), size, S):
+            for own_i in range(own):
+                left = masked & set(inside)
+                p = {n: denoiser.p(len(masked), n) for n in left}
+                score = {n: pc_score(max(p[n]), p[n].index(max(p[n])), n - inside[0], 0.4, 1.5) for n in left}
+                chosen = best(score.get, left, len(inside) // own + (own_i < len(inside) % own))
+                steps |= dict.fromkeys(chosen, i)
+                masked, i = masked - chosen, i + 1
+        assert out.reveal_step.tolist() == [[steps[n] for n in range(N)]]
+    leftmost = generate(denoiser, torch.full((1, N), MASK), PCSampler(FREQUENCIES, 50.0), N)
+    assert leftmost.reveal_step.tolist() == [list(range(N))]
+
+
+def test_pc_sampler_in_other_rules():
+    """stochastic weighs by its score; at a low temperature it is the rule itself."""
+    denoiser, order = counting_denoiser(9, seed=1), PCSampler(FREQUENCIES)
+    plain, cold = (generate(denoiser, torch.full((1, 9), MASK), rule, 9) for rule in (order, Stochastic(order, 1e-6)))
+    assert torch.equal(plain.reveal_step, cold.reveal_step)

@@ -1,8 +1,8 @@
-"""rdm, p2, remdm, joint-threshold, saber: rules with second thoughts."""
+"""rdm, p2, remdm, joint-threshold, saber, wino: rules with second thoughts, inside blocks too."""
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import pytest
@@ -13,17 +13,33 @@ from tests.decoding.steps import (
     CountingDenoiser,
     V,
     best,
+    blocks_of,
     case_of,
     counting_denoiser,
     places,
     plain_row,
+    positions,
     random_case,
+    random_row,
     remasks,
     repeated,
     reveals,
 )
 from unmask.decoding.generate import generate
-from unmask.decoding.policies import P2, RDM, JointThreshold, Policy, ReMDMCap, ReMDMConf, ReMDMRescale, Saber
+from unmask.decoding.policies import (
+    P2,
+    RDM,
+    WINO,
+    Blocks,
+    JointThreshold,
+    Policy,
+    ReMDMCap,
+    ReMDMConf,
+    ReMDMRescale,
+    Saber,
+)
+from unmask.models.backbone import BackboneConfig
+from unmask.models.networks import Denoiser
 
 CASES = [random_case(seed, reads_revealed=True) for seed in range(30, 34)]
 CERTAIN = [23, 0, 0, 0]
@@ -287,25 +303,31 @@ def test_rdm_of_a_whole_generation(schedule, revise):
     assert told_apart > 0 or revise == "uncond"
 
 
-def test_p2_of_a_whole_generation():
-    L, S = 9, 7
+@pytest.mark.parametrize("size", [9, 3, 2], ids=["whole", "blocks", "small blocks"])
+def test_p2_of_a_whole_generation(size):
+    """Inside blocks: only the block is read and revised, for all of its steps."""
+    L, S = 9, 14
     revised = 0
     for seed in range(4):
         denoiser = counting_denoiser(L, seed=seed, scale=1.0)
-        responses = [sorted(random.Random(seed + N).sample(range(L), N)) for N in (2, 5, 8, 9)]
-        out = generate(denoiser, torch.where(places(responses, L), MASK, 0), P2(), S)
+        responses = [sorted(random.Random(seed + N).sample(range(L), N)) for N in (3, 5, 8, 9)]
+        prompts = torch.where(places(responses, L), MASK, 0)
+        out = generate(denoiser, prompts, P2() if size == L else Blocks(size, P2()), S)
+        assert out.num_steps.tolist() == [S] * 4
         for r, response in enumerate(responses):
-            written, when, times, N = {}, {}, dict.fromkeys(response, 0), len(response)
-            for i in range(S):
-                p = {n: denoiser.p(N - len(written), n) for n in response}
-                score = {n: p[n][written[n]] if n in written else max(p[n]) for n in response}
-                low = best(lambda n, score=score: -score[n], response, N * (S - 1 - i) // S)
-                for n in response:
-                    if n in low and n in written:
-                        del written[n]
-                        times[n] += 1
-                    elif n not in low and n not in written:
-                        written[n], when[n] = p[n].index(max(p[n])), i
+            written, when, times, taken = {}, {}, dict.fromkeys(response, 0), 0
+            for inside, own in blocks_of(response, size, S):
+                for i in range(own):
+                    p = {n: denoiser.p(len(response) - len(written), n) for n in inside}
+                    score = {n: p[n][written[n]] if n in written else max(p[n]) for n in inside}
+                    low = best(lambda n, score=score: -score[n], inside, len(inside) * (own - 1 - i) // own)
+                    for n in inside:
+                        if n in low and n in written:
+                            del written[n]
+                            times[n] += 1
+                        elif n not in low and n not in written:
+                            written[n], when[n] = p[n].index(max(p[n])), taken
+                    taken += 1
             assert [out.tokens[r, n].item() for n in response] == [written[n] for n in response]
             assert [out.reveal_step[r, n].item() for n in response] == [when[n] for n in response]
             assert [out.revisions[r, n].item() for n in response] == [times[n] for n in response]
@@ -358,25 +380,28 @@ def test_remdm_of_a_whole_generation(name, rule):
         assert out.revisions[r].sum().item() == times
 
 
-def joint_threshold_by_hand(denoiser, response, S, tau, tau_e):
-    """(tokens, revisions, steps) of a sequence, greedy."""
-    written, times, after, i = {}, dict.fromkeys(response, 0), 0, 0
-    while i < S:
-        masked = [n for n in response if n not in written]
-        p = {n: denoiser.p(len(masked), n) for n in response}
-        proposal = {n: p[n].index(max(p[n])) for n in response}
-        i += 1
-        if i == S:
-            return written | {n: proposal[n] for n in masked}, times, i
-        edits = [n for n in written if proposal[n] != written[n] and max(p[n]) > tau_e]
-        for n in edits:
-            written[n], times[n] = proposal[n], times[n] + 1
-        sure = [n for n in masked if max(p[n]) > tau]
-        for n in sure or best(lambda n, p=p: max(p[n]), masked, 1):
-            written[n] = proposal[n]
-        after += not masked
-        if not masked and (not edits or after == 16):
-            break
+def joint_threshold_by_hand(denoiser, response, size, S, tau, tau_e):
+    """(tokens, revisions, steps) of a sequence, greedy, in blocks."""
+    written, times, i = {}, dict.fromkeys(response, 0), 0
+    for inside, own in blocks_of(response, size, S):
+        after = 0
+        for own_i in range(own):
+            masked = [n for n in inside if n not in written]
+            p = {n: denoiser.p(len(response) - len(written), n) for n in inside}
+            proposal = {n: p[n].index(max(p[n])) for n in inside}
+            i += 1
+            if own_i == own - 1:
+                written |= {n: proposal[n] for n in masked}
+                break
+            edits = [n for n in inside if n in written and proposal[n] != written[n] and max(p[n]) > tau_e]
+            for n in edits:
+                written[n], times[n] = proposal[n], times[n] + 1
+            sure = [n for n in masked if max(p[n]) > tau]
+            for n in sure or best(lambda n, p=p: max(p[n]), masked, 1):
+                written[n] = proposal[n]
+            after += not masked
+            if not masked and (not edits or after == 16):
+                break
     return written, times, i
 
 
@@ -389,19 +414,21 @@ class Flips(CountingDenoiser):
         return hidden
 
 
-def test_joint_threshold_of_a_whole_generation():
+@pytest.mark.parametrize("size", [9, 2], ids=["whole", "blocks"])
+def test_joint_threshold_of_a_whole_generation(size):
     L, revised, early = 9, 0, 0
     for seed in range(8):
         denoiser = counting_denoiser(L, seed=seed, scale=1.5)
         responses = [sorted(random.Random(seed + N).sample(range(L), N)) for N in (2, 5, 8, 9)]
-        for tau, tau_e, S in ((0.7, 0.5, 20), (0.4, 0.0, 20), (0.4, 0.4, 4)):
-            prompts = torch.where(places(responses, L), MASK, 0)
-            out = generate(denoiser, prompts, JointThreshold(tau, tau_e), S)
-            fixed = generate(denoiser, prompts, JointThreshold(tau, tau_e), S, fixed_shapes=True)
+        for tau, tau_e, S in ((0.7, 0.5, 20), (0.4, 0.0, 20), (0.4, 0.4, 5)):
+            prompts, rule = torch.where(places(responses, L), MASK, 0), JointThreshold(tau, tau_e)
+            rule = rule if size == L else Blocks(size, rule)
+            out = generate(denoiser, prompts, rule, S)
+            fixed = generate(denoiser, prompts, rule, S, fixed_shapes=True)
             assert torch.equal(fixed.tokens, out.tokens)
             assert torch.equal(fixed.num_steps, out.num_steps)
             for r, response in enumerate(responses):
-                tokens, times, steps = joint_threshold_by_hand(denoiser, response, S, tau, tau_e)
+                tokens, times, steps = joint_threshold_by_hand(denoiser, response, size, S, tau, tau_e)
                 assert [out.tokens[r, n].item() for n in response] == [tokens[n] for n in response]
                 assert [out.revisions[r, n].item() for n in response] == [times[n] for n in response]
                 assert out.num_steps[r].item() == steps
@@ -416,40 +443,148 @@ def test_joint_threshold_ends_after_sixteen_passes_that_change_something():
     out = generate(Flips(table), torch.tensor([[2]]), JointThreshold(), 40)  # 0 -> 1 -> 0 -> ...
     assert out.num_steps.item() == 17
     assert out.revisions.item() == 16
+    twice = generate(Flips(table.expand(-1, 2, -1)), torch.tensor([[2, 2]]), Blocks(1, JointThreshold()), 60)
+    assert twice.num_steps.item() == 2 + 17  # while the second block is masked, nothing changes in the first
+    assert twice.revisions.tolist() == [[0, 16]]
 
 
-def saber_by_hand(denoiser, response, S, n, mu):
-    masked, before, at_reveal, times, i = set(response), dict.fromkeys(response, 0.0), {}, dict.fromkeys(response, 0), 0
-    while True:
-        p = {m: max(denoiser.p(len(masked), m)) for m in response}
-        i += 1
-        mean = sum(at_reveal.values()) / len(at_reveal) if at_reveal else 1.0
-        chosen = {m for m in masked if p[m] > mean}
-        chosen = chosen if len(chosen) >= n else best(p.get, masked, n)
-        at_reveal |= {m: p[m] for m in chosen}
-        if i == S or chosen == masked:
-            return times, i
-        r = max(n, len(chosen))
-        count = min(max(n // 2, math.ceil(r / mu)), r - 1)
-        drop = {m: before[m] - p[m] for m in response}
-        again = best(drop.get, set(response) - (masked - chosen), count)
-        for m in again - masked:
-            times[m] += 1
-        masked, before = (masked - chosen) | again, p
+def saber_by_hand(denoiser, response, size, S, n, mu):
+    """(revisions, steps); p at the reveals so far is that of the blocks before too."""
+    masked, at_reveal, times, i = set(response), {}, dict.fromkeys(response, 0), 0
+    for inside, own in blocks_of(response, size, S):
+        before = dict.fromkeys(inside, 0.0)
+        for own_i in range(own):
+            p = {m: max(denoiser.p(len(masked), m)) for m in inside}
+            left, i = masked & set(inside), i + 1
+            mean = sum(at_reveal.values()) / len(at_reveal) if at_reveal else 1.0
+            chosen = {m for m in left if p[m] > mean}
+            chosen = chosen if len(chosen) >= n else best(p.get, left, n)
+            at_reveal |= {m: p[m] for m in chosen}
+            if own_i == own - 1 or chosen == left:
+                masked -= left
+                break
+            r = max(n, len(chosen))
+            count = min(max(n // 2, math.ceil(r / mu)), r - 1)
+            drop = {m: before[m] - p[m] for m in inside}
+            again = best(drop.get, set(inside) - (left - chosen), count)
+            for m in again - left:
+                times[m] += 1
+            masked, before = (masked - chosen) | again, p
+    return times, i
 
 
-def test_saber_of_a_whole_generation():
+@pytest.mark.parametrize("size", [12, 5], ids=["whole", "blocks"])
+def test_saber_of_a_whole_generation(size):
     L, revised, early = 12, 0, 0
     for seed in range(8):
         denoiser = counting_denoiser(L, seed=seed, scale=1.5)
-        responses = [sorted(random.Random(seed + N).sample(range(L), N)) for N in (1, 2, 5, 9, 12)]
+        responses = [sorted(random.Random(seed + N).sample(range(L), N)) for N in (5, 6, 9, 12)]
+        responses += [[4], [7, 9]] if size == L else []
         for n, mu, S in ((2, 8, 20), (1, 3, 20), (4, 2, 20), (2, 8, 4)):
-            prompts = torch.where(places(responses, L), MASK, 0)
-            out = generate(denoiser, prompts, Saber(n, mu), S)
+            prompts, rule = torch.where(places(responses, L), MASK, 0), Saber(n, mu)
+            out = generate(denoiser, prompts, rule if size == L else Blocks(size, rule), S)
             for r, response in enumerate(responses):
-                times, steps = saber_by_hand(denoiser, response, S, n, mu)
+                times, steps = saber_by_hand(denoiser, response, size, S, n, mu)
                 assert [out.revisions[r, m].item() for m in response] == [times[m] for m in response]
                 assert out.num_steps[r].item() == steps
                 revised, early = revised + sum(times.values()), early + (steps < S)
     assert revised > 20
+    assert early > 20
+
+
+# --- wino -------------------------------------------------------------------------------------------------------------
+
+
+def test_wino():
+    """Against the definition, with memories in which something stands; more masks than twenty, too."""
+    rng, doubts = random.Random(8), 0
+    rows = [random_row(rng, 34) for _ in range(300)]
+    for tau, tau_back in ((0.6, 0.9), (0.9, 0.5), (0.3, 0.2)):
+        rule, case = WINO(tau, tau_back), case_of(rows, reads_revealed=True)
+        before = [rng.choice([1, 2, 3, 30]) for _ in rows]
+        decision = rule.decide(replace(case.step, memory={"revealed": torch.tensor(before)}))
+        for r, row in enumerate(rows):
+            sure = [n for n in row.masked if row.c(n) > tau]
+            most = min(max(math.floor(Fraction(7, 10) * len(row.masked)), 5), 20)
+            chosen = set(sure) if len(sure) <= most else best(row.c, sure, most)
+            chosen = chosen or best(row.c, row.masked, 1)
+            assert positions(decision.reveal[r]) == chosen
+            doubted = [n for n in row.revealed if row.p(n, row.tokens[n]) < tau_back]
+            allowed = (30 if row.i == 0 else before[r]) - 1
+            again = best(lambda n, row=row: -row.p(n, row.tokens[n]), doubted, allowed)
+            assert positions(decision.remask[r]) == (again if len(chosen) > 1 else set())
+            assert decision.memory["revealed"][r] == len(chosen)
+            doubts += 0 < len(again) < len(doubted) and len(chosen) > 1
+        assert decision.finished.all()
+    assert doubts > 50
+
+
+def with_shadows(denoiser, tokens, inside):
+    """Distributions of a sequence and of a shadow of each position `inside`: who sees whom, one pair at a time."""
+    L, W = len(tokens), len(inside)
+
+    def sees(i, j):
+        if j >= L:  # a shadow is seen by shadows alone
+            return i >= L
+        return i < L or j != inside[i - L]
+
+    attend = torch.tensor([[[sees(i, j) for j in range(L + W)] for i in range(L + W)]])
+    hidden = denoiser.hidden_with(
+        torch.tensor([tokens + [denoiser.mask_token_id] * W]), attend, torch.tensor([[*range(L), *inside]])
+    )
+    p = denoiser.logits(hidden[0]).softmax(-1)
+    return p[:L].tolist(), dict(zip(inside, p[L:].tolist(), strict=True))
+
+
+def wino_by_hand(denoiser, prompt, size, S, tau, tau_back):
+    """(tokens, reveal steps, revisions, steps), greedy, in blocks."""
+    mask, tokens, i = denoiser.mask_token_id, list(prompt), 0
+    response = [n for n, token in enumerate(prompt) if token == mask]
+    when, times = dict.fromkeys(response, -1), dict.fromkeys(response, 0)
+    for inside, own in blocks_of(response, size, S):
+        last_reveals = 30
+        for own_i in range(own):
+            masked = [n for n in inside if tokens[n] == mask]
+            p, shadow = with_shadows(denoiser, tokens, inside)
+            c = {n: max(p[n]) for n in masked}
+            sure = [n for n in masked if c[n] > tau]
+            chosen = best(c.get, sure, min(max(7 * len(masked) // 10, 5), 20)) or best(c.get, masked, 1)
+            chosen = masked if own_i == own - 1 else chosen
+            said = {n: shadow[n][tokens[n]] for n in inside if n not in masked}
+            doubted = [n for n in said if said[n] < tau_back]
+            again = best(lambda n, said=said: -said[n], doubted, last_reveals - 1) if len(chosen) > 1 else set()
+            for n in chosen:
+                tokens[n], when[n] = p[n].index(max(p[n])), i
+            for n in again if own_i < own - 1 else ():
+                tokens[n], times[n] = mask, times[n] + 1
+            i, last_reveals = i + 1, len(chosen)
+            if all(tokens[n] != mask for n in inside):
+                break
+    return tokens, when, times, i
+
+
+@pytest.mark.parametrize("size", [20, 6], ids=["whole", "blocks"])
+def test_wino_of_a_whole_generation(size):
+    """Two layers, so that tokens could tell what shadows should not see; prompts of any shape, padded, refilled."""
+    torch.manual_seed(0)
+    config = BackboneConfig(width=16, layers=2, heads=2, intermediate=24, max_length=20, absolute_positions=True)
+    revised, early = 0, 0
+    for _ in range(4):
+        denoiser = Denoiser(config, 7).double().requires_grad_(False)
+        for parameter in denoiser.parameters():
+            parameter.normal_(std=0.7)
+        prompts = [[7] * 20, [1, 2, 3, *[7] * 12], [7, 7, 7, 0, 7, 7, 1, 7, 7, 7, 7, 5]]
+        for tau, tau_back, S in ((0.3, 0.9, 20), (0.6, 0.5, 20), (0.2, 0.8, 8)):
+            rule = WINO(tau, tau_back) if size == 20 else Blocks(size, WINO(tau, tau_back))
+            expected = [wino_by_hand(denoiser, prompt, size, S, tau, tau_back) for prompt in prompts]
+            for options in ({}, {"batch_size": 2}, {"batch_size": 2, "fixed_shapes": True}):
+                out = generate(denoiser, [torch.tensor(prompt) for prompt in prompts], rule, S, **options)
+                for r, prompt in enumerate(prompts):
+                    (tokens, when, times, steps), here = expected[r], out.attention_mask[r]
+                    assert out.tokens[r, here].tolist() == tokens
+                    assert out.reveal_step[r, here].tolist() == [when.get(n, -1) for n in range(len(prompt))]
+                    assert out.revisions[r, here].tolist() == [times.get(n, 0) for n in range(len(prompt))]
+                    assert out.num_steps[r].item() == steps
+                    revised, early = revised + sum(times.values()), early + (steps < S)
+    assert revised > 10
     assert early > 20

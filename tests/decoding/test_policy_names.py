@@ -6,6 +6,7 @@ import math
 import re
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from unmask.decoding.policies import (
     IID,
     P2,
     RDM,
+    WINO,
     Blocks,
     Credit,
     Dilated,
@@ -26,6 +28,7 @@ from unmask.decoding.policies import (
     LeftToRight,
     Margin,
     OneAtATime,
+    PCSampler,
     Policy,
     Prophet,
     Random,
@@ -44,6 +47,13 @@ from unmask.decoding.policies.names import usage
 from unmask.rule_list import listed_rules
 
 NETWORK = object()
+FREQUENCIES = torch.tensor([0.75, 0.25])
+
+
+def BACKGROUND():
+    return FREQUENCIES
+
+
 ONE_LINE = r"\A[^\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]+\Z"
 SAMPLED = TopProbability(confidence="sampled")
 RULE_NAMES = [
@@ -94,6 +104,13 @@ RULE_NAMES = [
     (ReMDMRescale(), "remdm-rescale:0.015"),
     (ReMDMRescale(0.0), "remdm-rescale:0"),
     (ReMDMConf(), "remdm-conf"),
+    (WINO(), "wino(0.6,0.9)"),
+    (WINO(0.5, 1.0, confidence="sampled"), "wino(0.5,1,confidence=sampled)"),
+    (Blocks(16, WINO()), "blocks(16,wino(0.6,0.9))"),
+    (Blocks(4, RDM()), "blocks(4,rdm(cosine,uncond))"),
+    (PCSampler(FREQUENCIES), "pc-sampler(0.25,10)"),
+    (PCSampler(FREQUENCIES, 0.5, 2.0, count="floor"), "pc-sampler(0.5,2,count=floor)"),
+    (Stochastic(PCSampler(FREQUENCIES), 0.5), "stochastic(pc-sampler(0.25,10),0.5)"),
     (Learned(NETWORK), "learned"),
     (Learned(NETWORK, price=0.5), "learned(price=0.5)"),
     (Learned(NETWORK, temperature=0.5), "learned(temperature=0.5)"),
@@ -111,8 +128,8 @@ RULE_NAMES = [
 def test_a_name_gives_the_rule_back():
     for rule, name in RULE_NAMES:
         assert rule.name == name
-        assert parse_policy(name, NETWORK) == rule
-        assert type(parse_policy(name, NETWORK)) is type(rule)
+        assert parse_policy(name, NETWORK, BACKGROUND) == rule
+        assert type(parse_policy(name, NETWORK, BACKGROUND)) is type(rule)
 
 
 def test_the_list_above_holds_every_rule_with_and_without_its_defaults():
@@ -148,13 +165,13 @@ def test_other_ways_to_write_the_same():
         ("learned(deterministic=false)", Learned(NETWORK)),
         ("learned:cap=2", Learned(NETWORK, cap=2)),
     ):
-        assert parse_policy(text, NETWORK) == rule
+        assert parse_policy(text, NETWORK, BACKGROUND) == rule
         check_policy(text)
 
 
 def refused(text, *messages, network=NETWORK):
     with pytest.raises(ValueError, match=ONE_LINE) as caught:
-        parse_policy(text, network)
+        parse_policy(text, network, BACKGROUND)
     for message in messages:
         assert message in str(caught.value)
 
@@ -219,8 +236,11 @@ def test_what_is_wrong_is_said():
         ("threshold(0.9,threshold=0.8)", ["threshold is given twice"]),
         ("klass(eps=0.1,0.2)", ["eps is given twice"]),
         # rules in rules
-        ("blocks(4,rdm)", ["blocks cannot hold rdm(cosine,uncond)", "never re-masks"]),
         ("blocks(4,prophet)", ["blocks cannot hold prophet(0,0)", "reads masks only"]),
+        ("blocks(4,blocks(2,rdm))", ["blocks cannot hold blocks(2,rdm(cosine,uncond))", "is no blocks"]),
+        ("pc-sampler(frequencies=1)", ["pc-sampler has no parameter 'frequencies'"]),
+        ("eb(order=pc-sampler)", ["eb orders by top-prob, margin or entropy, not by pc-sampler(0.25,10)"]),
+        ("stochastic(wino,0.5)", ["stochastic needs an order such as margin, not wino(0.6,0.9)"]),
         ("margin(count=half)", ["count must be even or floor or cosine, got 'half'"]),
         ("eb(order=margin(count=floor))", ["leave count out of its order"]),
         ("stochastic(random,0.5)", ["stochastic needs an order such as margin, not random"]),
@@ -230,8 +250,6 @@ def test_what_is_wrong_is_said():
         ("saber(0)", ["saber: n and mu must be at least 1, got 0 and 8"]),
         ("prophet(-1)", ["prophet: start and size must be 0 or more, got -1 and 0"]),
         ("prophet(order=iid)", ["prophet needs an order such as margin, not iid"]),
-        ("blocks(4,p2)", ["blocks cannot hold p2"]),
-        ("blocks(4,remdm-cap)", ["blocks cannot hold remdm-cap:0.008"]),
         ("blocks(4,learned)", ["blocks cannot hold learned", "needs no network"]),
         ("blocks(4,lo-arm)", ["blocks cannot hold lo-arm"]),
         ("blocks(4,reward)", ["blocks cannot hold reward:1"]),
@@ -258,6 +276,10 @@ OUT_OF_RANGE = {
     "klass(0.9,0.01,{})": ("0", "-1", "nan", "inf"),
     "blocks({},margin)": ("0", "-1", "nan", "inf", ""),
     "remdm-cap:{}": (*ALWAYS_WRONG, "1.01"),
+    "wino({})": (*ALWAYS_WRONG, "1"),
+    "wino(0.6,{})": (*ALWAYS_WRONG, "0", "1.01"),
+    "pc-sampler({})": ALWAYS_WRONG,
+    "pc-sampler(0.25,{})": (*ALWAYS_WRONG, "0"),
     "remdm-rescale:{}": (*ALWAYS_WRONG, "1.01"),
     "learned(temperature={})": (*ALWAYS_WRONG, "0"),
     "learned(floor={})": (*ALWAYS_WRONG, "1"),
@@ -279,6 +301,13 @@ def test_a_rule_with_a_network_needs_one():
         refused(text, "needs a learned order", network=None)
 
 
+def test_pc_sampler_needs_a_background():
+    for text in ("pc-sampler", "blocks(4,stochastic(pc-sampler,0.5))"):
+        with pytest.raises(ValueError, match=r"pc-sampler needs the frequencies .* pass PCSampler\(frequencies\)"):
+            parse_policy(text, NETWORK)
+        check_policy(text)
+
+
 def test_the_same_ranges_hold_in_code():
     for wrong in (
         lambda: Threshold(math.nan),
@@ -286,7 +315,7 @@ def test_the_same_ranges_hold_in_code():
         lambda: RDM("sine"),
         lambda: RDM(revise="maybe"),
         lambda: Blocks(0, Margin()),
-        lambda: Blocks(4, RDM()),
+        lambda: Blocks(4, Prophet()),
         lambda: Blocks(4, "margin"),
         lambda: Stochastic("margin", 0.5),
         lambda: EntropyBounded(order="margin"),
@@ -332,14 +361,14 @@ calls = st.builds("{}({})".format, st.sampled_from(list(BUILT_IN)), st.lists(wor
 def test_any_text_is_a_rule_or_one_line(text):
     rule, error = None, ""
     try:
-        rule = parse_policy(text, NETWORK)
+        rule = parse_policy(text, NETWORK, BACKGROUND)
     except ValueError as caught:
         error = str(caught)
     if rule is None:
         assert re.search(ONE_LINE, error), repr(error)
     else:
         assert isinstance(rule, Policy)
-        assert parse_policy(rule.name, NETWORK) == rule
+        assert parse_policy(rule.name, NETWORK, BACKGROUND) == rule
 
 
 # --- what is shown of a rule ------------------------------------------------------------------------------------------
@@ -360,7 +389,7 @@ def test_usage_shows_a_string_that_can_be_read():
     for key, rule in BUILT_IN.items():
         assert re.fullmatch(r"[a-z][a-z0-9-]*", key)
         shown = usage(rule).replace("ORDER", "margin").replace("INNER", "margin").replace("SIZE", "4")
-        assert type(parse_policy(shown.replace("TEMPERATURE", "0.5"), NETWORK)) is rule
+        assert type(parse_policy(shown.replace("TEMPERATURE", "0.5"), NETWORK, BACKGROUND)) is rule
         for parameter in dataclasses.fields(rule):
             if parameter.kw_only and parameter.repr:
                 assert f"{parameter.name}=" in usage(rule)

@@ -16,6 +16,7 @@ from unmask.decoding.generate import Engine
 from unmask.decoding.policies import (
     IID,
     P2,
+    WINO,
     Learned,
     Margin,
     NetworkPolicy,
@@ -135,7 +136,8 @@ def test_the_trunk_in_half_precision():
     exact = model.denoiser.hidden(tokens)
     assert half.hidden(tokens).dtype == half.logits(half.hidden(tokens)).dtype == torch.float32
     assert 0 < (half.hidden(tokens) - exact).abs().max() < 0.02 * exact.abs().max()
-    full, rounded = (run(model, TopProbability(), 2, precision=precision) for precision in ("no", "bf16"))
+    for rule in (WINO(), TopProbability()):
+        full, rounded = (run(model, rule, 2, precision=precision) for precision in ("no", "bf16"))
     assert (full.precision, rounded.precision) == ("no", "bf16")
     assert full.denoiser == rounded.denoiser
 
@@ -348,7 +350,7 @@ def test_one_engine_an_evaluation(monkeypatch, uncompiled, compile):
     monkeypatch.setattr(evaluation, "CHUNK", 20)
     monkeypatch.setattr(evaluation, "BATCH", 10)
     run(always(VALID), TopProbability(), 2, examples=45, compile=compile)
-    assert made == [{"batch_size": 10, "compile": compile}]
+    assert made == [{"batch_size": 10, "compile": compile, "cache": "auto"}]
     assert spec == [20, 20, 5]
     pieces = len(uncompiled)
     assert (pieces > 0) == compile
@@ -469,10 +471,10 @@ def test_every_rule_has_its_name_and_the_models_selector():
     model, _ = learned_model()
     needed = {"stochastic": "stochastic(margin,0.5)", "blocks": "blocks(2,margin)"}
     for key, kind in BUILT_IN.items():
-        policy = parse_policy(needed.get(key, key), model.selector)
+        policy = parse_policy(needed.get(key, key), model.selector, TASK.token_frequencies)
         assert type(policy) is kind
         assert policy.key == key
-        assert parse_policy(policy.name, model.selector) == policy
+        assert parse_policy(policy.name, model.selector, TASK.token_frequencies) == policy
         assert isinstance(policy, NetworkPolicy) == (key in ("learned", "lo-arm", "reward"))
         if isinstance(policy, NetworkPolicy):
             assert policy.network is model.selector

@@ -109,6 +109,33 @@ def test_rotary_sees_distances_only():
     assert (products[0] - query[0, :, 0, 0] @ key[0, :, 0, 0].T).abs().max() > 0.1
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("options", SHAPES, ids=["absolute", "grouped"])
+def test_who_sees_whom_and_where(options):
+    """All seeing all in order is the usual pass; sequences that do not see each other are each alone; and with its
+    positions and what it sees, a token may stand anywhere.  More tokens than the context holds are no matter."""
+    trunk, B, L = backbone(**options), 2, 8
+    given, places = tokens(B, L), torch.arange(L).expand(B, L)
+    everybody = torch.ones(B, L, L, dtype=torch.bool)
+    assert torch.allclose(trunk.at(given, places, everybody), trunk(given), atol=1e-12)
+    twice = torch.block_diag(torch.ones(L, L), torch.ones(L, L)).bool().expand(B, -1, -1)
+    other = tokens(B, L, seed=1)
+    found = trunk.at(torch.cat([given, other], 1), torch.cat([places, places], 1), twice)
+    assert torch.allclose(found, torch.cat([trunk(given), trunk(other)], 1), atol=1e-12)
+    attend = torch.rand(B, L, L, generator=torch.Generator().manual_seed(2)) < 0.6
+    attend |= torch.eye(L, dtype=torch.bool)
+    order = torch.randperm(L, generator=torch.Generator().manual_seed(3))
+    shuffled = trunk.at(given[:, order], places[:, order], attend[:, order][:, :, order])
+    assert torch.allclose(shuffled, trunk.at(given, places, attend)[:, order], atol=1e-12)
+    unseen = attend.clone()
+    unseen[:, :, 5] = False
+    unseen[:, 5, 5] = True
+    changed = given.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % NUM_TOKENS
+    same = torch.isclose(trunk.at(given, places, unseen), trunk.at(changed, places, unseen)).all(-1)
+    assert same.tolist() == [[n != 5 for n in range(L)]] * B
+
+
 def test_too_long_a_sequence_is_named_in_one_line():
     trunk = backbone()
     trunk(tokens(1, 12))

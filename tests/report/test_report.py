@@ -1,11 +1,13 @@
 """Records to tables, plots and one page."""
 
+import base64
+import csv
 import dataclasses
+import gzip
 import hashlib
 import io
 import json
 import re
-import xml.dom.minidom
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,13 +17,15 @@ from rich.console import Console
 
 from tests.evaluation.by_hand import LEARNED, changed, heuristic
 from tests.test_display import HIDDEN
+from unmask.errors import UserError
 from unmask.evaluation.bound import BoundReport, read_bound
 from unmask.evaluation.compare import compare
 from unmask.evaluation.records import append_records, read_records, record_lines
 from unmask.evaluation.verdicts import Verdicts
-from unmask.jsonl import ResultsError
-from unmask.report.html import Section, together, write_html
-from unmask.report.plots import COLOURS, ORDER_LOOKS, colours_of, order_picture, pictured, shared_plot
+from unmask.jsonl import ResultsError, sealed
+from unmask.report.formats import spreadsheet, write_format
+from unmask.report.html import Section, together, training_curves, write_html
+from unmask.report.plots import COLOURS, ORDER_LOOKS, colours_of, order_picture, pictured, shared_plot, shared_series
 from unmask.report.tables import (
     area_table,
     bound_table,
@@ -31,6 +35,7 @@ from unmask.report.tables import (
     notes,
     ordered,
     result_tables,
+    verdict,
 )
 from unmask.report.tables import record_table as table
 
@@ -71,8 +76,10 @@ def test_records_round_trip(tmp_path):
 
 
 def test_the_key_is_a_hash_of_what_was_asked():
-    """Of its JSON with sorted keys and no spaces; where and when it ran does not matter, all else does."""
-    text = json.dumps(dataclasses.asdict(LEARNED.spec), sort_keys=True, separators=(",", ":"))
+    """Of its JSON with sorted keys, no spaces, no cache of none; where and when it ran does not matter, all else does."""
+    asked = dataclasses.asdict(LEARNED.spec)
+    assert asked.pop("cache") == "none"
+    text = json.dumps(asked, sort_keys=True, separators=(",", ":"))
     assert LEARNED.key == hashlib.sha256(text.encode()).hexdigest()[:12]
     assert changed(LEARNED, device="NVIDIA H200", compile=True, revision="later", score=0.5).key == LEARNED.key
     for field in dataclasses.fields(LEARNED.spec):
@@ -509,16 +516,18 @@ def test_a_colour_does_not_depend_on_the_other_rules():
 
 
 class Page(HTMLParser):
-    """What a browser would fetch, the cells of the table, and the number of each element."""
+    """What a browser would fetch, the cells of the tables, the number of each element, and what the scripts draw."""
 
     def __init__(self, text):
         super().__init__()
-        self.fetched, self.cells, self.count, self.inside, self.depth = [], [], {}, "", 0
+        self.fetched, self.cells, self.count, self.inside = [], [], {}, ""
+        self.packed = ""
         self.feed(text)
+        self.drawn = json.loads(gzip.decompress(base64.b64decode(self.packed)))
 
     def handle_starttag(self, tag, attributes):
         self.count[tag] = self.count.get(tag, 0) + 1
-        self.inside = tag
+        self.inside = "data" if ("id", "data") in attributes else tag
         if tag in ("td", "th"):
             self.cells.append("")
         for name, value in attributes:
@@ -526,11 +535,17 @@ class Page(HTMLParser):
                 self.fetched.append(value)
 
     def handle_data(self, data):
-        if self.inside in ("td", "th") and self.cells:
+        if self.inside in ("td", "th", "span") and self.cells:
             self.cells[-1] += data
+        if self.inside == "data":
+            self.packed += data
 
     def handle_endtag(self, tag):
         self.inside = ""
+
+    @property
+    def charts(self):
+        return [drawn for drawn in self.drawn.values() if "series" in drawn]
 
 
 PICTURED = [order(), *RECORDS[:2], RECORDS[3]]
@@ -544,24 +559,57 @@ def page(tmp_path_factory):
 
 
 def test_the_page_is_self_contained(page):
-    """Nothing is fetched: no script, no style sheet, no image but those inside; addresses only name namespaces."""
-    assert all(value.startswith(("#", "data:")) for value in Page(page).fetched)
-    assert Page(page).fetched, "the test has no power"
-    assert not {"script", "link", "img", "iframe", "object"} & Page(page).count.keys()
+    """Nothing is fetched, and the browser is told to refuse what would be; the one address names a namespace."""
+    assert Page(page).fetched == []
+    assert not {"link", "img", "iframe", "object"} & Page(page).count.keys()
+    assert Page(page).count["script"] == 2, "the data and our own"
+    assert "default-src 'none'" in page
     assert "@import" not in page
-    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page))
-    without_namespaces = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
-    assert "http://" not in without_namespaces
-    assert "https://" not in without_namespaces
+    assert "url(" not in page
+    assert set(re.findall(r"https?://[^\"']*", page)) == {"http://www.w3.org/2000/svg"}
 
 
-def test_the_page_holds_both_plots_and_the_table(page):
+def test_the_verdict_comes_first(page, tmp_path):
+    assert page.index("The learned order is 97.3% valid in 2.00 steps; no rule was") < page.index("groups: &lt;16&gt;")
+    write_html(tmp_path / "page.html", [Section("one", "", [LEARNED, ONE, TWO], LAYOUT)])
+    told = "better than every rule: 97.3% valid in 1.98 steps, against 29.6% with the best rule at equal steps (iid)."
+    assert f"<h1>The learned order is {told}</h1>" in (tmp_path / "page.html").read_text()
+    write_html(tmp_path / "page.html", [Section(name, "", [LEARNED, ONE, TWO], LAYOUT) for name in "ab"])
+    assert "<h1>In 2 of 2 runs the learned order is better" in (tmp_path / "page.html").read_text()
+
+
+def test_verdicts():
+    """Better and worse only where the interval says so."""
+    valid = np.arange(100) < 50
+    sure = Verdicts(valid, np.full(100, 2), [])
+    for score, words in (
+        (0.9, "worse than the best rule"),
+        (0.55, "not clearly better than"),
+        (0.1, "better than every"),
+    ):
+        rivals = [
+            changed(
+                heuristic("iid", T, mean_steps=T, score=score),
+                Verdicts(np.arange(100) >= 100 - 100 * score, sure.steps, []),
+            )
+            for T in (1, 2, 3)
+        ]
+        assert words in verdict([changed(LEARNED, sure, mean_steps=2.0, score=0.5), *rivals])
+    assert verdict([ONE, TWO]) == "No order was learned here; the best rule, iid @ 2, is 30.0% valid in 2.00 steps."
+    assert "no verdict" in verdict([changed(LEARNED, checked=False)])
+
+
+def test_the_page_holds_the_plot_and_the_table(page):
     parsed = Page(page)
-    assert parsed.count["svg"] == 2
-    assert parsed.count["figure"] == 2
-    shown = table(PICTURED, "", "")
-    cells = [*shown.headings, *(cell for row in shown.rows for cell in row)]
-    assert parsed.cells[: len(cells)] == cells
+    (chart,) = parsed.charts
+    assert {line["label"]: [point[:4] for point in line["points"]] for line in chart["series"]} == {
+        "learned, T = 2": [[1.98, 97.3, 96.1, 98.1]],
+        "iid": [[1.98, 1.2, 0.7, 2.1], [3.9, 13.0, 11.0, 15.0]],
+        "margin": [[16.0, 100.0, 99.6, 100.0]],
+    }
+    assert parsed.cells[:5] == ["rule", "mean steps", "valid", "95% interval", "range"]
+    first = parsed.cells.index("learned, T = 2")
+    assert parsed.cells[first : first + 5] == ["learned, T = 2", "1.98", "97.3%", "96.1 to 98.1%", "1–2"]
     # iid runs from 2 to 4 in this table: (0.012 + 0.13) / 2
     assert parsed.cells[-6:] == ["rule", "mean score", "over steps", "iid", "0.071", "1.98–3.90"]
     assert "groups: &lt;16&gt; tokens &amp; more" in page
@@ -570,12 +618,26 @@ def test_the_page_holds_both_plots_and_the_table(page):
     assert page.count("<tr class=learned>") == 1
 
 
-def test_a_page_without_orders_and_with_several_runs(tmp_path):
+def test_no_line_leads_across_a_gap(tmp_path):
+    """Neighbouring numbers of steps are joined; 4 and 16 are not, in the page as in the plots for papers."""
+    rules = [heuristic("iid", T, mean_steps=float(T), score=T / 20) for T in (2, 3, 4, 16)]
+    (series,) = shared_series([("", rules)])
+    assert series.joined == [False, True, True, False]
+    write_html(tmp_path / "page.html", [Section("one", "", rules, LAYOUT)])
+    (chart,) = Page((tmp_path / "page.html").read_text()).charts
+    assert [point[5] for point in chart["series"][0]["points"]] == [False, True, True, False]
+    lines = [
+        line.get_xdata().tolist() for line in shared_plot([("", rules)]).axes[0].lines if len(line.get_xdata()) == 2
+    ]
+    assert lines == [[2, 3], [3, 4]]
+
+
+def test_a_page_of_several_runs(tmp_path):
     path = tmp_path / "report.html"
     write_html(path, [Section("one", "", RECORDS, LAYOUT), Section("two", "", [order()], LAYOUT, BOUND)])
     parsed = Page(path.read_text())
     assert parsed.count["section"] == 2
-    assert parsed.count["svg"] == 1 + 2
+    assert len(parsed.charts) == 2
     assert {"true log-likelihood of the same sequences", "-0.5300", "-0.6100"} <= set(parsed.cells)
 
 
@@ -591,7 +653,21 @@ def test_the_page_tells_the_comparison(tmp_path):
         assert part in cells
     assert "Not comparable: margin: evaluate it at 1 and 2 steps, if it can run there." in text
     assert "selected nothing in 1.23% of its steps" in text
-    assert text.index("which denoiser") < text.index("equal steps")
+    assert text.index("which denoiser") < text.index("equal steps</th>")
+
+
+def test_training_curves(tmp_path):
+    """Few points however long the run; damaged lines and those of other things are left out."""
+    lines = [sealed({"stage": "order", "update": i, "elbo": -1 / (i + 1)}) for i in range(1000)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(["{", sealed({"stage": "order", "saved": 1}), *lines]))
+    (stage, points), *others = training_curves(tmp_path / "metrics.jsonl").items()
+    assert (stage, others, points[:2]) == ("order", [], [(0, -1.0), (5, -1 / 6)])
+    assert len(points) == 200
+    section = Section("one", "", [LEARNED], LAYOUT, training={"order": points}, recipe="a = '<script>'")
+    write_html(tmp_path / "page.html", [section])
+    text = (tmp_path / "page.html").read_text()
+    assert [chart["title"] for chart in Page(text).charts] == ["Quality against steps", "Training: order"]
+    assert "a = &#x27;&lt;script&gt;&#x27;" in text
 
 
 EVIL = "\x1b[2J\u202e<script>alert('&')</script>"
@@ -602,17 +678,15 @@ def test_the_page_escapes_the_names_of_runs_and_rules(tmp_path):
     evil = changed(LEARNED, policy=f"{EVIL}, learned")
     one, rule = heuristic(EVIL, 1, mean_steps=1.0), heuristic(EVIL, 2, mean_steps=2.0)
     compared = compare([evil, rule, one])
-    section = Section(EVIL, EVIL, [evil, rule, one, order(EVIL)], LAYOUT, None, EVIL, EVIL)
-    write_html(path, [section, section])
+    section = Section(EVIL, EVIL, [evil, rule, one, order(EVIL)], LAYOUT, None, EVIL, EVIL, training={EVIL: [(0, 1.0)]})
+    write_html(path, [section._replace(recipe=EVIL, orders=EVIL), section])
     text = path.read_text()
-    assert "<script" not in text
+    assert text.count("<script") == 2, "ours"
     assert text.count("&lt;script&gt;") > 6
-    assert not {"script", "b"} & Page(text).count.keys()
+    assert "b" not in Page(text).count
     assert not re.search(HIDDEN, text)
-    drawings = re.findall("<svg.*?</svg>", text, flags=re.DOTALL)
-    assert len(drawings) == 5
-    for drawing in drawings:
-        xml.dom.minidom.parseString(drawing)
+    assert EVIL not in json.dumps(Page(text).drawn, ensure_ascii=False)
+    assert "alert" in json.dumps(Page(text).drawn)
     for shown in (table([evil, rule, one], EVIL, EVIL), comparison_table(compared, [evil]), bound_table(BOUND, EVIL)):
         assert not re.search(HIDDEN, printed(shown))
 
@@ -626,8 +700,41 @@ def test_runs_of_the_same_task_share_a_plot(tmp_path):
     write_html(path, [one, alone, two])
     parsed, text = Page(path.read_text()), path.read_text()
     assert parsed.count["section"] == 1 + 3
-    assert parsed.count["svg"] == 1 + 3
+    assert len(parsed.charts) == 1 + 3
     assert text.index("<h2>groups: a, b</h2>") < text.index("<h2>a</h2>"), "the shared plot comes first"
+
+
+# --- for papers -------------------------------------------------------------------------------------------------------
+
+
+def test_formats_for_papers(tmp_path):
+    section = Section("one & two", "a_b", [order(), ONE, TWO], LAYOUT, BOUND, run="x")
+    for name, start, parts in (
+        (
+            "md",
+            "<!-- Written by unmask",
+            ["## one & two", "| learned, T = 2 | 1.98 |", "against 30.0%", "held-out bounds"],
+        ),
+        ("tex", "% Written by unmask", [r"\caption{one \& two a\_b", r"learned, T = 2 & 1.98 & 1--2 & 0.973", r"95\%"]),
+        ("csv", "run,key,task", [f"x,{order().key},groups,", ",0.973,0.961,0.981,"]),
+    ):
+        path = tmp_path / f"report.{name}"
+        assert write_format(path, name, [section]) == write_format(path, name, [section]) == [path]
+        assert path.read_text().startswith(start)
+        assert all(part in path.read_text() for part in parts)
+        path.write_text("a letter to my mother")
+        with pytest.raises(UserError, match="give another --out"):
+            write_format(path, name, [section])
+    rows = list(csv.DictReader(io.StringIO(spreadsheet([section]))))
+    assert [(row["policy"], row["budget"], row["score"]) for row in rows] == [
+        ("learned", "2", "0.973"),
+        ("iid", "1", "0.1"),
+        ("iid", "2", "0.3"),
+    ]
+    for name, start in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
+        written = write_format(tmp_path / f"report.{name}", name, [section])
+        assert [path.name for path in written] == [f"report-quality.{name}", f"report-orders.{name}"]
+        assert all(path.read_bytes().startswith(start) for path in written)
 
 
 def test_a_bound_round_trip(tmp_path):

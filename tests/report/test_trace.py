@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordPiece
 from torch import nn
 
+import unmask
 from tests.studies.test_study import DENOISER
 from tests.tasks.test_gsm8k import TEST, many, write_jsonl
 from tests.test_cli import call, refused  # noqa: F401
@@ -21,7 +22,9 @@ from tests.test_display import HIDDEN
 from unmask.decoding.policies import LeftToRight, TopProbability
 from unmask.decoding.tokens import TokenChoice
 from unmask.errors import UserError
-from unmask.report.trace import MASK, PROMPT, Span, animation, picture, print_legend, spans, write
+from unmask.evaluation.records import read_run
+from unmask.report.orders import orders_of
+from unmask.report.trace import END, MASK, PROMPT, Span, animation, picture, print_legend, spans, write
 from unmask.tasks.gsm8k.gsm8k import GSM8K
 from unmask.tasks.puzzles.groups import Groups
 from unmask.tasks.text.text import Text
@@ -201,6 +204,23 @@ def run(folder):
         main(["train", str(folder / "denoiser.toml"), "--out", str(folder / "run"), *options, "--cpu"])
     assert not caught.value.code
     return folder / "run"
+
+
+def test_problems_in_the_viewer(run, task):
+    """The padded prompt is a text of its own, the response has the tokens, with those of the right answer beside it."""
+    unmask.evaluate(run, policies=["top-prob"], steps=[2], examples=2, split="test", cpu=True)
+    (problem, _), heat = (found := orders_of(run, read_run(run), 2))["examples"], found["heat"]
+    assert problem["prompt"] == TEST[0].question
+    assert problem["given"] == [False] * 40
+    assert "".join(problem["reference"]).startswith(f"{ANSWER}{END}")
+    (policy,) = problem["policies"]
+    model = unmask.OrderModel.from_pretrained(run)
+    written = write(model.denoiser, task, TopProbability(), 2, 0, TokenChoice(temperature=0.0), 0)
+    tokens = [
+        now if now != 0 else before for before, now in zip(*(step["tokens"] for step in policy["steps"]), strict=True)
+    ]
+    assert "".join(tokens).rstrip(END) == text(written.result).partition(END)[0].replace("↵", "\n")
+    assert (heat["first"], heat["groups"]) == (100, [list(range(100, 140))])
 
 
 def test_on_the_command_line(run, tmp_path, call, monkeypatch):  # noqa: F811

@@ -28,6 +28,23 @@ def test_every_name_is_the_name_of_its_class():
     assert (task.length, task.vocabulary) == (8, ("a", "b", "c"))
 
 
+def test_frequencies_of_tokens_are_those_of_the_responses():
+    """Of training examples that come in the order of training; a token that never stands there counts as once."""
+
+    @dataclass(frozen=True)
+    class Counted(type(make_task("groups"))):
+        def examples(self, ids, split):
+            assert split == "train"
+            tokens = torch.stack([torch.zeros_like(ids), torch.ones_like(ids), torch.full_like(ids, 2)], dim=-1)
+            response, attended = torch.tensor([False, True, True]), torch.tensor([True, True, False])
+            return Examples(tokens, response.expand_as(tokens), attended.expand_as(tokens))
+
+    assert torch.allclose(Counted(symbols=4).token_frequencies(), torch.tensor([1, 1000, 1, 1]) / 1003)
+    real = make_task("addition").token_frequencies()
+    assert len(real) == len(make_task("addition").vocabulary)
+    assert real.sum().item() == pytest.approx(1)
+
+
 def test_errors_are_one_line():
     for name, options, parts in (
         ("group", {}, ["unknown task 'group'", "did you mean 'groups'?", *TASKS]),

@@ -17,8 +17,9 @@ from tests.models.test_masked import MASK, SEQUENCES, WORDS, build, change, toke
 from tests.test_cli import call  # noqa: E402, F401
 from tests.training.small import padded, same, weights  # noqa: E402
 from unmask.errors import UserError  # noqa: E402
+from unmask.models.backbone import BackboneConfig  # noqa: E402
 from unmask.models.frozen import FrozenDenoiser, weights_fingerprint  # noqa: E402
-from unmask.models.networks import SelectorConfig  # noqa: E402
+from unmask.models.networks import Denoiser, SelectorConfig  # noqa: E402
 from unmask.models.order_model import ModelFolderError, OrderModel, OrderModelConfig, word_level_tokenizer  # noqa: E402
 from unmask.training import self_posterior  # noqa: E402
 from unmask.training.run_folder import RunFolderError  # noqa: E402
@@ -133,6 +134,15 @@ def test_it_runs_in_the_precision_of_its_weights():
     denoiser.place(torch.device("cpu"))
     assert {parameter.dtype for parameter in denoiser.parameters()} == {torch.float32}
     assert {buffer.dtype for buffer in denoiser.buffers() if buffer.is_floating_point()} == {torch.float32}
+
+
+def test_it_has_shadows_where_its_network_has():
+    own = Denoiser(BackboneConfig(width=8, layers=1, heads=2, intermediate=8), 5)
+    frozen, tokens = FrozenDenoiser(own), torch.tensor([[1, 2, 5]])
+    found = frozen.hidden_with(tokens, torch.ones(1, 3, 3, dtype=torch.bool), torch.arange(3)[None])
+    torch.testing.assert_close(found, own.hidden(tokens))
+    assert not found.requires_grad
+    assert not hasattr(FrozenDenoiser(unmask.load_denoiser(build("modernbert"), mask_token_id=MASK)), "hidden_with")
 
 
 def test_the_fingerprint_knows_names_shapes_and_every_weight():

@@ -6,16 +6,17 @@ import operator
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from unmask import rng
+from unmask.decoding.cache import Cache, Kept, check_cache
 from unmask.decoding.canvas import Canvas, blank_canvas, checked_allowed
 from unmask.decoding.confidence import Confidence
-from unmask.decoding.denoiser import AnyDenoiser
-from unmask.decoding.policies import Policy, parse_policy
+from unmask.decoding.denoiser import AnyDenoiser, CachingDenoiser
+from unmask.decoding.policies import Blocks, Policy, in_blocks, parse_policy
 from unmask.decoding.stepper import Stepper
 from unmask.decoding.tokens import Allowed, Decodes, Processor, TokenChoice
 from unmask.errors import UserError, require
@@ -65,6 +66,7 @@ def generate(
     batch_size: int | None = None,
     fixed_shapes: bool = False,
     compile: bool = False,
+    cache: Cache = "auto",
     on_finished: Callable[[int], None] = lambda sequences: None,
     on_step: Callable[[Generation], None] | None = None,
     history: bool = False,
@@ -83,6 +85,9 @@ def generate(
     batch_size: of more prompts than this, the next one enters as soon as one is finished.
     fixed_shapes: every pass has `batch_size` rows, idle ones included, every projection the same number of positions.
     compile: fixed shapes, torch.compile, and CUDA graphs on a GPU; takes a minute.  To call it again, keep an `Engine`.
+    cache: "prefix" keeps the keys and values of the prompt and of finished blocks while `blocks` writes a block, faster
+        and for a bidirectional model an approximation (`decoding.cache`).  "auto" keeps them where that is exact but
+        for the last bits: for a block-causal model, without guidance and fixed shapes.  "none" never.
     on_finished: called with the number of sequences that have just been finished.
     on_step: called after each step with what stands so far; `Engine.stream` is the same as an iterator.
     history: keep the tokens after each step; a sequence that is finished stays as it is.
@@ -99,8 +104,9 @@ def generate(
         stop_strings=stop_strings, tokenizer=tokenizer, processors=processors, cfg_keep_tokens=cfg_keep_tokens,
     )  # fmt: skip
     engine = Engine(
-        denoiser, policy, max_steps, choice, batch_size=batch_size, fixed_shapes=fixed_shapes, compile=compile
-    )
+        denoiser, policy, max_steps, choice,
+        batch_size=batch_size, fixed_shapes=fixed_shapes, compile=compile, cache=cache,
+    )  # fmt: skip
     given: dict[str, Any] = {"seed": seed, "ids": ids, "attention_mask": attention_mask, "allowed": allowed}
     return engine.generate(prompts, **given, on_finished=on_finished, on_step=on_step, history=history)
 
@@ -152,6 +158,7 @@ class Engine:
         batch_size: int | None = None,
         fixed_shapes: bool = False,
         compile: bool = False,
+        cache: Cache = "auto",
     ) -> None:
         if missing := [name for name in ("mask_token_id", "hidden", "logits") if not hasattr(denoiser, name)]:
             needed = "mask_token_id, hidden(tokens, attention_mask) and logits(hidden)"
@@ -160,6 +167,7 @@ class Engine:
         policy = parse_policy(policy) if isinstance(policy, str) else policy
         if not isinstance(policy, Policy):
             raise UserError(f"policy must be a rule such as unmask.policies.Margin() or 'margin', got {policy!r}")
+        policy = in_blocks(policy, getattr(denoiser, "block_size", 0))
         max_steps = _whole_number("max_steps", max_steps, 1)
         batch_size = None if batch_size is None else _whole_number("batch_size", batch_size, 1)
         if not isinstance(policy.reads, Set):
@@ -169,6 +177,9 @@ class Engine:
             raise UserError(f"{policy.name} reads {', '.join(sorted(unknown))}; a rule can read {known}")
         if policy.fuses and "change" in policy.reads:
             raise UserError(f"{policy.name} fuses logits: it cannot read change too")
+        if policy.shadows and not hasattr(denoiser, "hidden_with"):
+            needed = "attention masks and position ids: a denoiser with hidden_with(tokens, attend, positions)"
+            raise UserError(f"{policy.name} needs {needed}; {type(denoiser).__name__} has none: take another rule")
         self.denoiser, self.policy, self.max_steps = denoiser, policy, max_steps
         self.choice, self.batch_size = choice or TokenChoice(), batch_size
         if self.choice.eos_last and (policy.remasks or not policy.reads):
@@ -177,6 +188,7 @@ class Engine:
         if compile and self.choice.processors:
             raise UserError("processors cannot be compiled: leave compile out")
         self.fixed_shapes, self.compile = fixed_shapes or compile, compile
+        self.keeps = check_cache(cache, denoiser, policy, bool(self.choice.guidance), self.fixed_shapes)
         self._kept: tuple[Stepper, Canvas] | None = None
 
     def generate(
@@ -332,7 +344,10 @@ class Engine:
                 active = active.take(slice(None))
                 active.slot = torch.arange(size, device=active.slot.device)
             settings = self.denoiser, self.policy, self.max_steps, self.choice
-            stepper = Stepper(*settings, active, longest, self.fixed_shapes, self.compile)
+            states = None
+            if self.keeps and isinstance(self.policy, Blocks):
+                states = Kept(cast(CachingDenoiser, self.denoiser), self.policy, active)
+            stepper = Stepper(*settings, active, longest, self.fixed_shapes, self.compile, states)
             stepper.allowed = allowed.clone() if self.compile and isinstance(allowed, Tensor) else allowed
         stepper.seed.fill_(rng.signed(seed))
         stepper.forwards = 0

@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 from unmask import rng
+from unmask.decoding.blocks import block_causal, block_numbers
+from unmask.decoding.cache import Kept
 from unmask.decoding.canvas import Canvas
 from unmask.decoding.confidence import Confidence, confidence, log_probabilities
 from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.policies.rule import Decision, Policy, Step
+from unmask.decoding.shadows import hidden_with_shadows
 from unmask.decoding.tokens import Allowed, TokenChoice, penalised
-from unmask.errors import UserError
+from unmask.errors import UserError, require
 from unmask.variational.posterior import full_precision
 
 # Numbers of one chunk of the projection, positions x vocabulary: large enough to keep the device busy, small enough to
@@ -46,9 +49,11 @@ class Stepper:
         longest: int,  # of all responses to come
         static: bool,
         compile: bool,  # only what is static
+        kept: Kept | None = None,  # only what is not
     ) -> None:
         self.denoiser, self.policy, self.choice = denoiser, policy, choice
-        self.static, self.compile = static, compile
+        self.static, self.compile, self.kept = static, compile, kept
+        self.block_size: int = getattr(denoiser, "block_size", 0)
         self.passes = 2 if choice.guidance else 1  # of the denoiser per step that needs it
         self.skips = policy.remasks or not policy.reads  # then a step may need none
         self.forwards = 0  # denoiser rows evaluated
@@ -68,10 +73,11 @@ class Stepper:
         self.peaks: tuple[Tensor, Tensor] | None = None  # places and largest logits [m], where no more was read
         self.turn, self.drawn_at, self.drawn = 0, 0, torch.empty(0, 0)  # uniforms [b, turns, L + 1] from a turn on
         self.trunk, self.locate, self.read, self.settle = denoiser.hidden, self._locate, self._read_into, self._settle
+        self.shadow_trunk: Any = getattr(denoiser, "hidden_with", None)
         if compile:
             # Every rule is a program of its own; beyond the limit (8) torch would silently run it eagerly.
             torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-            for name in ("trunk", "locate", "read", "settle"):
+            for name in ("trunk", "locate", "read", "settle", *["shadow_trunk"] * policy.shadows):
                 setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -85,7 +91,7 @@ class Stepper:
             self._eager_step(canvas, all_last=min(steps) == self.last, any_last=max(steps) == self.last)
         else:
             if not self.chunk:
-                self._measure(self._hidden(canvas.tokens, canvas.attention_mask))
+                self._measure(self._hidden(canvas.tokens, canvas.attention_mask, canvas))
             chunks = -(-to_read // self.chunk)
             self.forwards += self.passes * self.batch
             if self.compile and canvas.tokens.is_cuda:
@@ -217,20 +223,33 @@ class Stepper:
 
     def _passes(self, canvas: Canvas, rows: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Hidden states [b, L, D] of some rows or all, and for guidance those of the same with their prompt masked."""
+        if self.kept is not None:
+            return self.kept.passed(canvas, rows), None
         tokens, response, attention_mask = canvas.tokens, canvas.response, canvas.attention_mask
+        whole = canvas if rows is None else None  # with rows, it is decided already
+        if self.block_size:
+            attention_mask = block_causal(block_numbers(response, self.block_size), attention_mask)
         if rows is not None and len(rows) < len(canvas):
             tokens, response = tokens[rows], response[rows]
             attention_mask = None if attention_mask is None else attention_mask[rows]
-        hidden = self._hidden(tokens, attention_mask)
+        hidden = self._hidden(tokens, attention_mask, whole)
         if not self.choice.guidance:
             return hidden, None
         kept = response
         for token in self.choice.cfg_keep_tokens:
             kept = kept | (tokens == token)
-        return hidden, self._hidden(torch.where(kept, tokens, self.denoiser.mask_token_id), attention_mask)
+        return hidden, self._hidden(torch.where(kept, tokens, self.denoiser.mask_token_id), attention_mask, whole)
 
-    def _hidden(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def _hidden(self, tokens: Tensor, attention_mask: Tensor | None, canvas: Canvas | None) -> Tensor:
+        """[b, L, D]; where the rule wants shadows, with those of the canvas."""
         try:
+            if self.policy.shadows and canvas is not None:
+                longest = getattr(self.denoiser, "context_length", None) or self.length
+                long = f"a sequence of {self.length} tokens is longer than the model's context of {longest}: shorten it"
+                require(self.length <= longest, long)
+                most = min(self.policy.most_read or self.longest, self.longest)
+                at, mask = self._read_at(canvas), self.denoiser.mask_token_id
+                return hidden_with_shadows(self.shadow_trunk, tokens, canvas, at, most, mask)
             return self.trunk(tokens, attention_mask)
         except IndexError as error:  # from a table of embeddings
             needed = f"its vocabulary must hold ids up to {int(tokens.max())}, its context {self.length} positions"
@@ -250,6 +269,7 @@ class Stepper:
         probe, choice, mask = self.denoiser.logits(hidden[0, :1]), self.choice, self.denoiser.mask_token_id
         if not torch.is_tensor(probe) or probe.ndim != 2 or len(probe) != 1:
             raise UserError(f"{_LOGITS}, got {_shape(probe)} for M = 1")
+        self.policy.check_logits(probe)
         self.vocab_size = V = probe.shape[-1]
         if isinstance(self.allowed, Tensor) and self.allowed.shape[-1] != V:
             raise UserError(f"allowed is for {self.allowed.shape[-1]} tokens, and the denoiser writes {V}")
@@ -274,9 +294,8 @@ class Stepper:
 
     def _read_at(self, canvas: Canvas) -> Tensor:
         """[b, L] bool: the positions that the rule looks at."""
-        if self.policy.reads_revealed:
-            return canvas.response & canvas.live[:, None]
-        return self.policy.looks_at(canvas.masked, canvas.place)
+        at = canvas.response & canvas.live[:, None] if self.policy.reads_revealed else canvas.masked
+        return self.policy.looks_at(at, canvas.place, canvas.memory)
 
     def _read(
         self,
@@ -506,7 +525,7 @@ class Stepper:
     def _revised(self, canvas: Canvas, where: Tensor, last: Tensor | None) -> Tensor:
         """[b, L] bool: what a rule may mask again or edit of what it names; nothing at the last step."""
         if not self.policy.remasks:
-            raise UserError(f"{self.policy.key} masks again what was revealed: it must declare `remasks = True`")
+            raise UserError(f"{self.policy.name} masks again what was revealed: it must declare `remasks = True`")
         where = where & canvas.response & ~canvas.masked & canvas.live[:, None]
         return where if last is None else where & ~last
 

@@ -37,7 +37,7 @@ from unmask.runtime import Processes
 from unmask.tasks.task import Examples, Task
 from unmask.training.lo_arm import scored_objective
 from unmask.training.objectives import OrderObjective
-from unmask.training.reading import read_denoiser, with_layout
+from unmask.training.reading import each_block, read_denoiser, with_layout
 from unmask.training.self_posterior import SelfObjective
 from unmask.variational.estimators import NoBaseline
 from unmask.variational.self_posterior import many_sample_bound
@@ -124,12 +124,18 @@ def evaluate_bound(
         for ids in torch.arange(examples).split(max(1, BATCH * 8 // max(8, samples))):
             truth, ids = task.examples(ids, "test"), ids.to(device)
             prices = torch.full(ids.shape, nearest or 0.0, device=device)
-            walks = own.orders(truth.to(device), ids, torch.full_like(ids, budget), prices)
-            total = walks.gain.sum(0)  # [B, k]
-            steps = walks.holds_mask.sum(0).double()  # [B, k]
-            parts = [total.mean(-1), many_sample_bound(total), steps.mean(-1)]
-            parts += [_plain_bound(plain, truth, ids, budget, seed), *_scored_terms(scored, truth, ids)]
-            batches.append(torch.stack([part.cpu().double() for part in parts]))  # [4, B]; with a scorer [4 + 2T, B]
+            summed = torch.zeros(4 if scored is None else 4 + 2 * budget, len(ids), dtype=torch.float64)
+            # log P(x_0) = sum_b log P(x_b | x_<b) of a block-causal model, and so are its bounds
+            cuts = each_block(truth, size) if (size := model.block_size) else [(torch.arange(len(ids)), truth)]
+            for rows, cut in cuts:
+                names = ids[rows.to(device)]
+                walks = own.orders(cut.to(device), names, torch.full_like(names, budget), prices[: len(rows)])
+                total = walks.gain.sum(0)  # [R, k]
+                steps = walks.holds_mask.sum(0).double()  # [R, k]
+                parts = [total.mean(-1), many_sample_bound(total), steps.mean(-1)]
+                parts += [_plain_bound(plain, cut, names, budget, seed), *_scored_terms(scored, cut, names)]
+                summed[:, rows] += torch.stack([part.cpu().double() for part in parts])
+            batches.append(summed)  # [4, B]; with a scorer [4 + 2T, B]
             lengths.append(truth.num_response)
             exact.append(task.log_likelihood(truth.tokens, truth))
             if task.text_tokenizer is not None:

@@ -60,13 +60,18 @@ def at_equal_steps(mean_steps: float, curve: Sequence[Record]) -> AtEqualSteps:
     if below is None or above is None:
         return AtEqualSteps(None, missing=_what_is_missing(mean_steps, points))
     width = above.mean_steps - below.mean_steps
-    if width > 1 + NEAR and above.spec.budget - below.spec.budget != 1:
+    if not are_neighbours(below, above):
         return AtEqualSteps(None, missing=_what_is_missing(mean_steps, points))
     w = (mean_steps - below.mean_steps) / width if width > NEAR else 0.0
     score = (1 - w) * below.outcome.score + w * above.outcome.score
     if below.verdicts is None or above.verdicts is None:
         return AtEqualSteps(score)
     return AtEqualSteps(score, (1 - w) * below.verdicts.valid + w * above.verdicts.valid)
+
+
+def are_neighbours(below: Record, above: Record) -> bool:
+    """Whether two points of a rule are one step or one budget apart at most, so that something is known between."""
+    return above.mean_steps - below.mean_steps <= 1 + NEAR or above.spec.budget - below.spec.budget == 1
 
 
 def at_most_steps(mean_steps: float, curve: Sequence[Record]) -> tuple[AtEqualSteps, float]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from unmask.decoding.policies import Learned, Policy, SelectorNetwork, parse_policy
+from unmask.decoding.policies import Background, Learned, Policy, SelectorNetwork, parse_policy
 from unmask.evaluation.compare import NEAR, crossed_difference, rivals
 from unmask.evaluation.records import Record, grouped
 from unmask.fields import build
@@ -44,10 +44,11 @@ def sweep(
     caps: Sequence[int],
     longest: int,
     sampled: bool = False,
+    background: Background | None = None,
 ) -> list[tuple[Policy, int]]:
     """The rules and caps to evaluate.  `policies`: families (threshold, learned) or rules (threshold:0.97); none: all.
 
-    sampled: where tokens are, the order is also read by sampling.
+    sampled: where tokens are, the order is also read by sampling.  background: that of `parse_policy`.
     No rule takes more steps than the longest response has tokens: caps beyond it are that.
     """
     limits = sorted({min(cap, max(2, longest)) for cap in caps or CAPS})
@@ -58,7 +59,7 @@ def sweep(
             continue
         every: list[str | Policy] = [rule for rule in AT_EVERY_CAP if _key(rule) == given]
         for rule in every or [given]:
-            parsed = rule if isinstance(rule, Policy) else parse_policy(rule, selector)
+            parsed = rule if isinstance(rule, Policy) else parse_policy(rule, selector, background)
             plan += [(parsed, cap) for cap in limits]
         plan += [(parse_policy(rule), limits[-1]) for rule in AT_THE_LARGEST if _key(rule) == given]
         if given == "top-prob" and not caps:  # in one step all rules are the same: the left end of their curve

@@ -10,14 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 import unmask
+from unmask.decoding.cache import Cache
 from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.generate import Engine
-from unmask.decoding.policies import NetworkPolicy, Policy
+from unmask.decoding.policies import Policy, network_of
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
 from unmask.errors import UserError
@@ -61,13 +63,14 @@ class Setup:
     trained_seed: int | None = None  # that the order was learned with
     precision: str = "no"  # "bf16" runs the denoiser's trunk under autocast; scores stay float32
     compile: bool = False
+    cache: Cache = "auto"
 
     def denoiser_of(self, policy: Policy) -> AnyModel:
-        return (self.model if isinstance(policy, NetworkPolicy) else self.plain).denoiser
+        return (self.model if network_of(policy) is not None else self.plain).denoiser
 
     def spec(self, policy: Policy, budget: int) -> EvaluationSpec:
-        selector = policy.network if isinstance(policy, NetworkPolicy) else None
-        learned, choice = selector is not None, self.choice
+        selector = network_of(policy)
+        learned, choice, denoiser = selector is not None, self.choice, self.denoiser_of(policy)
         return EvaluationSpec(
             task=self.task.name,
             model=self.label,
@@ -86,9 +89,10 @@ class Setup:
             trained_seed=self.trained_seed if learned else None,
             selector=selector.selection.name if isinstance(selector, Selector) else None,
             selector_weights=weights_hash(selector) if isinstance(selector, nn.Module) else None,
-            denoiser=fingerprint(self.denoiser_of(policy)),
+            denoiser=fingerprint(denoiser),
             plain_denoiser=fingerprint(self.plain.denoiser) if learned else None,
             examples=_examples_hash(self.task.examples(torch.arange(min(self.num_examples, PICTURED)), "test")),
+            cache="prefix" if self.cache == "prefix" and not getattr(denoiser, "block_size", 0) else "none",
         )
 
 
@@ -138,7 +142,7 @@ def evaluate_policy(
     half = setup.precision == "bf16"
     used: AnyDenoiser = HalfTrunk(denoiser) if half else denoiser
     batch_size = min(BATCH, examples)
-    engine = Engine(used, policy, budget, setup.choice, batch_size=batch_size, compile=setup.compile)
+    engine = Engine(used, policy, budget, setup.choice, batch_size=batch_size, compile=setup.compile, cache=setup.cache)
     for first in range(done, examples, CHUNK):
         ids = torch.arange(first, min(first + CHUNK, examples))
         mine = processes.share(ids)
@@ -181,10 +185,28 @@ class HalfTrunk:
 
     def __init__(self, denoiser: AnyDenoiser) -> None:
         self.denoiser, self.mask_token_id = denoiser, denoiser.mask_token_id
+        self.block_size, self.can_cache = getattr(denoiser, "block_size", 0), getattr(denoiser, "can_cache", False)
+
+    def new_cache(self, rows: int, length: int) -> Tensor:
+        device = next(cast(nn.Module, self.denoiser).parameters()).device
+        return self._half(device, "new_cache", rows, length)
+
+    def cached(self, tokens: Tensor, *rest: Tensor) -> Tensor:
+        return self._half(tokens.device, "cached", tokens, *rest).float()
+
+    def _half(self, device: torch.device, method: str, *given: Any) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            result: Tensor = getattr(self.denoiser, method)(*given)
+            return result
 
     def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        with torch.autocast(tokens.device.type, torch.bfloat16):
-            return self.denoiser.hidden(tokens, attention_mask).float()
+        return self._half(tokens.device, "hidden", tokens, attention_mask).float()
+
+    @property
+    def hidden_with(self) -> Any:
+        """Where the denoiser has it: see `PlacingDenoiser`."""
+        self.denoiser.hidden_with  # type: ignore[attr-defined]  # noqa: B018
+        return lambda tokens, *rest: self._half(tokens.device, "hidden_with", tokens, *rest).float()
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.denoiser.logits(hidden)

@@ -6,13 +6,15 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies import NetworkPolicy, Policy, SelectorNetwork, parse_policy
+from unmask.decoding.cache import Cache
+from unmask.decoding.policies import Policy, check_policy, network_of, parse_policy, trained_steps
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
 from unmask.errors import UserError, require
@@ -64,6 +66,7 @@ def evaluate(
     again: bool = False,
     compile: bool = False,
     bf16: bool = False,
+    cache: Cache = "auto",
     trust_task: bool = False,
     denoiser: Any = None,
     any_denoiser: bool = False,
@@ -101,7 +104,7 @@ def evaluate(
         if task is not None:
             raise UserError("a run has its own task: leave out `task`, or give a model instead of the run's folder")
         folder = Path(run_or_model)
-        if _is_exact(folder):
+        if is_exact(folder):
             recipe, task = load_task(folder, trust_task)
             task = task.on_split(split) if split else task
             model = plain = ExactModel(ExactDenoiser(task))
@@ -125,7 +128,7 @@ def evaluate(
     number = examples_of(task, examples, defaults.examples)
     trained_seed = recipe.seed if recipe else None
     seed = (trained_seed or 0) if seed is None else seed
-    setup = Setup(model, plain, task, label, number, choice, seed, trained_seed, precision, compile)
+    setup = Setup(model, plain, task, label, number, choice, seed, trained_seed, precision, compile, cache)
     sizes = response_sizes(task, number)
     if curve:
         none = f"--curve compares how many answers are valid, and task {task.name} has no checker: give it one"
@@ -134,7 +137,8 @@ def evaluate(
         learned, heuristics, elsewhere = _swept(setup, policies, steps, sizes, processes), Plan(), list[Record]()
     else:
         names = list(policies) or [*(["learned"] if model.selector is not None else []), *defaults.policies]
-        rules = [rule if isinstance(rule, Policy) else parse_policy(rule, model.selector) for rule in names]
+        known = model.selector, partial(task.token_frequencies, device_of(model.denoiser))
+        rules = [rule if isinstance(rule, Policy) else parse_policy(rule, *known) for rule in names]
         budgets = steps or defaults.budgets
         learned, heuristics = _planned(setup, rules, budgets, bool(policies and steps), sizes, processes)
         elsewhere = [record for other in against for record in _learned_in(Path(other), setup, rules[0])]
@@ -199,7 +203,7 @@ def exact_folder(source: Path, out: Path | None, overrides: Sequence[str] = (), 
     if (source / "recipe.json").exists():
         require(not overrides, f"--set is for a recipe, and {source} is a run: leave it out")
         recipe, task = load_task(source, trust_task)
-        folder = out or (source if _is_exact(source) else source / EXACT)
+        folder = out or (source if is_exact(source) else source / EXACT)
     else:
         recipe = load_recipe(source, overrides)
         if out is None:
@@ -214,7 +218,7 @@ def exact_folder(source: Path, out: Path | None, overrides: Sequence[str] = (), 
     return folder
 
 
-def _is_exact(folder: Path) -> bool:
+def is_exact(folder: Path) -> bool:
     """Whether `exact_folder` made it."""
     found = (folder / "recipe.json").exists() and not (folder / "config.json").exists()
     return found and read_recipe(folder).model.label == EXACT
@@ -222,8 +226,8 @@ def _is_exact(folder: Path) -> bool:
 
 def _refuse_networks(policies: Iterable[str | Policy]) -> None:
     for given in policies:
-        rule = given if isinstance(given, Policy) else parse_policy(given, cast(SelectorNetwork, object()))
-        if isinstance(rule, NetworkPolicy):
+        rule = given if isinstance(given, Policy) else check_policy(given)
+        if network_of(rule) is not None:
             reads = "reads the hidden states of the denoiser that it was learned on"
             raise UserError(f"{rule.key} {reads}, which the exact denoiser has not: leave it out")
 
@@ -240,7 +244,9 @@ def _swept(
 ) -> Plan:
     """What a curve needs, less what cannot run."""
     _check_steps(caps)
-    plan = sweep(setup.model.selector, policies, caps, int(sizes.max()), sampled=setup.choice.temperature > 0)
+    background = partial(setup.task.token_frequencies, device_of(setup.model.denoiser))
+    longest, sampled = int(sizes.max()), setup.choice.temperature > 0
+    plan = sweep(setup.model.selector, policies, caps, longest, sampled, background)
     fitting = [(rule, cap) for rule, cap in plan if _can_run(rule, cap, sizes)]
     for rule, cap in plan[:1] if not fitting else []:
         rule.check(cap, sizes)  # says why
@@ -262,11 +268,12 @@ def _planned(
     Without any budget, heuristics run at the learned one, or else at one step per token.
     """
     selector = setup.model.selector
-    own = [selector.budget] if selector is not None else []
+    trained = trained_steps(selector, int(sizes.max()))
+    own = [trained] if trained is not None else []
     learned: Plan = []
     heuristics: Plan = []
     for rule in {rule.name: rule for rule in rules}.values():
-        is_learned = isinstance(rule, NetworkPolicy)
+        is_learned = network_of(rule) is not None
         wanted = own if is_learned and not all_at else budgets or own or [setup.task.length]
         wanted = list(dict.fromkeys(wanted))
         _check_steps(wanted)

@@ -50,11 +50,13 @@ class EvaluationSpec:
     denoiser: str  # hash of the weights that chose the tokens
     plain_denoiser: str | None  # of a learned order: hash of the denoiser on which its rivals run
     examples: str | None  # hash of the first examples; null in records from before it was noted
+    cache: str = field(default="none", metadata=_compared("cache"))  # prefix: an approximate one; none in older records
 
     @cached_property
     def key(self) -> str:
-        """The first 12 hex digits of the SHA-256 of the canonical JSON: keys sorted, no spaces."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        """The first 12 hex digits of the SHA-256 of the canonical JSON: keys sorted, no spaces, no cache of none."""
+        asked = {name: value for name, value in asdict(self).items() if (name, value) != ("cache", "none")}
+        text = json.dumps(asked, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,10 +20,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from unmask.decoding.generate import Engine
-from unmask.decoding.policies import IID, Learned, NetworkPolicy, parse_policy
+from unmask.decoding.policies import IID, Learned, network_of, parse_policy, trained_steps
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
 from unmask.errors import UserError, prefixed, require
+from unmask.evaluation.evaluate import response_sizes
 from unmask.evaluation.plan import open_run
 from unmask.progress import progress
 from unmask.rng import Purpose, uniforms
@@ -79,13 +81,14 @@ class TextRun:
         other = f"{run} is a run of task {self.task.name}, which takes no texts: give one of task text or gsm8k"
         require(takes_texts, other)
         selector = model.selector
-        self.rule = parse_policy(policy or ("learned" if selector is not None else "top-prob"), selector)
-        self.model = model if isinstance(self.rule, NetworkPolicy) else plain
-        own = selector.budget if selector is not None else self.task.length
+        background = partial(self.task.token_frequencies, self.device)
+        self.rule = parse_policy(policy or ("learned" if selector is not None else "top-prob"), selector, background)
+        self.model = model if network_of(self.rule) is not None else plain
+        own = trained_steps(selector, int(response_sizes(self.task, 1)[0])) or self.task.length
         self.max_steps, self.samples, self.seed, self.batch_size = max_steps or own, samples, seed, batch_size
         self.mask, self.eos = self.model.denoiser.mask_token_id, self.task.eos_token_id
         Engine(self.model.denoiser, self.rule, self.max_steps, batch_size=batch_size)  # or says what is wrong
-        if isinstance(self.rule, NetworkPolicy):
+        if network_of(self.rule) is not None:
             self.rule.check(self.max_steps, torch.empty(0))
 
     def write(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
@@ -204,6 +207,8 @@ class TextRun:
         instead = "give policy=learned, with no option but its price, or policy=iid"
         known = of_the_bound or isinstance(rule, IID)
         require(known, f"no log-likelihood is known of the policy {rule.name}: {instead}")
+        whole = "log-likelihoods here are of whole responses, and this model writes block by block"
+        require(not self.model.block_size, f"{whole}: use unmask evaluate --bound")
         say(f"unmask: log-likelihoods are lower bounds, each from {self.samples} orders (samples)", err=True)
 
     @torch.no_grad()

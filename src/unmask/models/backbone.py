@@ -7,11 +7,13 @@ Legend: B sequences, L positions, D width, H heads of the queries, K of the keys
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention, silu
 
+from unmask.decoding.blocks import block_causal
 from unmask.errors import UserError, require
 from unmask.models.packing import Attend, Layout, Spans, stream_dtype
 
@@ -23,6 +25,7 @@ _RANGES = {
     "max_length": (1, 2**24),
     "kv_heads": (0, 65_536),
     "head_width": (0, 65_536),
+    "block_size": (0, 2**24),
 }
 
 
@@ -34,6 +37,9 @@ class BackboneConfig:
 
     `rope_frequencies`, if given, are the E / 2 angles by which a position turns its pairs, in the place of
     rope_theta^(-2j/E), and `rope_scale` multiplies queries and keys: so are contexts stretched (YaRN and others).
+
+    `block_size` > 0 makes it block-causal: a position sees its own block of the response and what came before
+    (`decoding.blocks`).  Who calls it says what the response is; without a word, it is the whole sequence.
 
     Rotary positions alone cannot tell the positions of a canvas that is all mask apart: attention then averages
     identical values, whatever its weights.  With a prompt they can, if slowly; unconditional tasks want both.
@@ -53,6 +59,7 @@ class BackboneConfig:
     qkv_bias: bool = False  # of the projection to queries, keys and values
     rope_frequencies: tuple[float, ...] = ()
     rope_scale: float = 1.0
+    block_size: int = 0  # 0: every position sees every other
 
     def __post_init__(self) -> None:
         for field, (low, high) in _RANGES.items():
@@ -158,6 +165,20 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
+class Kept(NamedTuple):
+    """Keys and values of one layer that outlive a pass: of b sequences of L places."""
+
+    states: Tensor  # [2, b, L, K, E]
+    rows: Tensor  # [r]: the sequences of this pass
+    at: Tensor  # [r, W]: the places that it computes
+
+    def exchange(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep what was computed, [r, W, K, E] each; all that is known of these sequences, [r, L, K, E] each."""
+        for states, new in zip(self.states, (key, value), strict=True):
+            states[self.rows[:, None], self.at] = new
+        return self.states[0][self.rows], self.states[1][self.rows]
+
+
 class Block(nn.Module):
     """x + Attention(norm(x)), then x + SwiGLU(norm(x))."""
 
@@ -179,7 +200,7 @@ class Block(nn.Module):
         for write in (self.attention_out, self.down):  # residual branches start small, or depth blows up the stream
             nn.init.normal_(write.weight, std=small_init(D) / (2 * config.layers) ** 0.5)
 
-    def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, attend: Attend, kept: Kept | None = None) -> Tensor:
         B, L, _ = x.shape
         H, K, _ = self.groups
         qkv = self.query_key_value(self.attention_norm(x)).view(B, L, 1, sum(self.groups), self.head_width)
@@ -189,6 +210,8 @@ class Block(nn.Module):
             query, key = query_key.split([H, K], dim=-2)
             query_key = torch.cat([self.query_norm(query), self.key_norm(key)], dim=-2)
         query, key = rotate(query_key, *rotary)[:, :, 0].split([H, K], dim=-2)
+        if kept is not None:
+            key, value = kept.exchange(key, value)
         if K < H:  # every kernel takes as many keys as queries, not every one fewer
             key, value = (states.repeat_interleave(H // K, dim=-2) for states in (key, value))
         mixed = attended(query, key, value, attend)
@@ -220,12 +243,14 @@ class Backbone(nn.Module):
 
     def forward(self, tokens: Tensor, attention_mask: Tensor | Layout | None = None) -> Tensor:
         length, longest = tokens.shape[1], self.config.max_length
-        if length > longest:
+        if length > longest and not isinstance(attention_mask, Layout):  # a copy of each position may be in it
             raise UserError(
                 f"a sequence of {length} tokens is longer than the model's context of {longest}: "
                 "shorten it or train with a larger max_length"
             )
         dtype = stream_dtype(self.embedding.weight)
+        if self.config.block_size and (attention_mask is None or isinstance(attention_mask, Tensor)):
+            attention_mask = self.in_blocks(tokens, attention_mask)
         layout = attention_mask if isinstance(attention_mask, Layout) else Layout.of(tokens, attention_mask, dtype)
         x = self.embedding(layout.take(tokens)).to(dtype)
         if self.positions is not None:
@@ -235,6 +260,42 @@ class Backbone(nn.Module):
         else:
             cos, sin = self.cos[0][layout.positions], self.sin[0][layout.positions]
         return layout.put(self.run(x, cos, sin, layout.attend))
+
+    def at(self, tokens: Tensor, positions: Tensor, attend: Tensor) -> Tensor:
+        """As forward, of tokens at these positions [B, L], where i sees j if attend [B, L, L] bool holds at i, j."""
+        dtype = stream_dtype(self.embedding.weight)
+        x = self.embedding(tokens).to(dtype)
+        if self.positions is not None:
+            x = x + self.positions(positions).to(dtype)
+        return self.run(x, self.cos[0][positions], self.sin[0][positions], attend[:, None])
+
+    def in_blocks(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Who sees whom [B, L, L], where nobody says it: blocks from the first token on."""
+        if attention_mask is not None and attention_mask.ndim == 3:
+            return attention_mask
+        attended = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask
+        return block_causal((attended.long().cumsum(-1) - 1) // self.config.block_size, attended)
+
+    def new_cache(self, rows: int, length: int) -> Tensor:
+        """Room for the keys and values of `rows` sequences: [layers, 2, rows, length, K, E]."""
+        weight, config = self.embedding.weight, self.config
+        shape = (config.layers, 2, rows, length, config.K, config.E)
+        return torch.zeros(shape, dtype=stream_dtype(weight), device=weight.device)
+
+    def cached(self, tokens: Tensor, at: Tensor, sees: Tensor, cache: Tensor, rows: Tensor) -> Tensor:
+        """Hidden states [r, W, D] of tokens [r, W] at the places `at` [r, W] of the sequences `rows` [r] of a cache.
+
+        sees [r, W, L]: the places that each one looks at.  The cache has the keys and values of all of these but those
+        that are computed here, which it gets.  A place is a position: padding is on the right.
+        """
+        x = self.embedding(tokens).to(cache.dtype)
+        if self.positions is not None:
+            x = x + self.positions(at).to(cache.dtype)
+        rotary = self.cos[0][at], self.sin[0][at]
+        for block, states in zip(self.blocks, cache, strict=True):
+            x = block(x, rotary, sees[:, None], Kept(states, rows, at))
+        hidden: Tensor = self.norm(x)
+        return hidden
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """The blocks: all that is worth compiling."""

@@ -43,6 +43,8 @@ class FrozenDenoiser(nn.Module):
         own: str = getattr(network, "fingerprint", "")  # of what has no weights
         self.fingerprint = weights_fingerprint(network) if isinstance(network, nn.Module) else own
         backbone = getattr(network, "backbone", None)
+        self.block_size: int = getattr(network, "block_size", 0)
+        self.can_cache: bool = getattr(network, "can_cache", False)
         self.takes_layout = isinstance(backbone, Backbone)
         self.register_buffer("place_word", torch.zeros(()), persistent=False)  # where it is, if it has no weights
         self.requires_grad_(False).eval()
@@ -84,6 +86,21 @@ class FrozenDenoiser(nn.Module):
             column = attended.long().argsort(dim=-1, descending=True, stable=True)
             hidden = self.hidden(tokens.gather(-1, column), attended.gather(-1, column))
             return hidden.gather(1, column.argsort(-1)[..., None].expand_as(hidden))
+
+    @property
+    def hidden_with(self) -> Any:
+        """The network's own, where it has one: see `PlacingDenoiser`."""
+        own = torch.no_grad()(self.network.hidden_with)
+        return torch.autocast(self.place_word.device.type, enabled=False)(own)
+
+    def new_cache(self, rows: int, length: int) -> Tensor:
+        cache: Tensor = self.network.new_cache(rows, length)
+        return cache
+
+    def cached(self, *given: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden: Tensor = self.network.cached(*given)
+            return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, V] from hidden states [M, D]."""

@@ -41,6 +41,8 @@ class Denoiser(nn.Module):
         mask_token_id: int | None = None,
     ) -> None:
         super().__init__()
+        whole = "a block-causal model reads each token from its own hidden state"
+        require(not (shift and config.block_size), f"{whole}: set shift = false, or block_size = 0")
         self.vocab_size, self.shift = vocab_size, shift
         self.mask_token_id = vocab_size if mask_token_id is None else mask_token_id
         self.backbone = Backbone(config, max(vocab_size, self.mask_token_id + 1))
@@ -52,12 +54,33 @@ class Denoiser(nn.Module):
     def context_length(self) -> int:
         return self.backbone.config.max_length
 
+    @property
+    def block_size(self) -> int:
+        return self.backbone.config.block_size
+
+    @property
+    def can_cache(self) -> bool:
+        return not self.shift
+
+    def new_cache(self, rows: int, length: int) -> Tensor:
+        return self.backbone.new_cache(rows, length)
+
+    def cached(self, tokens: Tensor, at: Tensor, sees: Tensor, cache: Tensor, rows: Tensor) -> Tensor:
+        return self.backbone.cached(tokens, at, sees, cache, rows)
+
     def hidden(self, tokens: Tensor, attention_mask: Tensor | Layout | None = None) -> Tensor:
         """Hidden states [B, L, D] of tokens [B, L]: at each position the one that `logits` reads its token from."""
         if self.shift and not isinstance(attention_mask, Layout):
             attention_mask = Layout.of(tokens, attention_mask, stream_dtype(self.backbone.embedding.weight))
         hidden: Tensor = self.backbone(tokens, attention_mask)
         return shift_right(hidden, attention_mask) if isinstance(attention_mask, Layout) and self.shift else hidden
+
+    def hidden_with(self, tokens: Tensor, attend: Tensor, positions: Tensor) -> Tensor:
+        """[B, L, D] from tokens [B, L] at `positions` [B, L], where i sees j if attend [B, L, L] bool holds at i, j."""
+        other = "a model with shift reads a token from the state before it, which has seen too much: take another rule"
+        require(not self.shift, other)
+        hidden: Tensor = self.backbone.at(tokens, positions, attend)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] from hidden states [..., D]; project only the positions that you need."""
@@ -107,6 +130,7 @@ class SelectorConfig:
     start: Literal["iid", "threshold"] = "iid"
     spread: float = 0.0  # standard deviation of f at the start
     reads: Literal["hidden", "logits"] = "hidden"
+    block_size: int = 0  # of a block-causal denoiser: T is the budget of a block, and it sees what the denoiser sees
 
     def __post_init__(self) -> None:
         require(self.reads in ("hidden", "logits"), f"reads must be hidden or logits, got {self.reads!r}")
@@ -166,6 +190,10 @@ class Selector(nn.Module):
     @property
     def prices(self) -> tuple[float, ...]:
         return self.config.prices
+
+    @property
+    def block_size(self) -> int:
+        return self.config.block_size
 
     def forward(
         self,

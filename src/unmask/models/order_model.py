@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import unmask
 from unmask import files
 from unmask.decoding.generate import generate
-from unmask.decoding.policies import NetworkPolicy, Policy, parse_policy
+from unmask.decoding.policies import Policy, network_of, parse_policy, trained_steps
 from unmask.errors import UserError, require
 from unmask.fields import build
 from unmask.jsonl import parse_json
@@ -88,6 +88,10 @@ class OrderModel(nn.Module):
     @property
     def selection(self) -> Selection:
         return SELECTIONS[self.config.selection]
+
+    @property
+    def block_size(self) -> int:
+        return self.denoiser.block_size
 
     @property
     def stored(self) -> nn.ModuleDict:
@@ -205,7 +209,7 @@ class OrderModel(nn.Module):
         require(max_new_tokens >= 1, f"max_new_tokens must be at least 1, got {max_new_tokens}")
         rule = parse_policy(policy, self.selector) if isinstance(policy, str) else policy
         if max_steps is None:
-            max_steps = (rule.network.budget if isinstance(rule, NetworkPolicy) else None) or max_new_tokens
+            max_steps = trained_steps(network_of(rule), max_new_tokens) or max_new_tokens
         new = input_ids.new_full((len(input_ids), max_new_tokens), self.denoiser.mask_token_id)
         if attention_mask is not None:
             attention_mask = torch.cat([attention_mask.bool(), torch.ones_like(new, dtype=torch.bool)], dim=-1)

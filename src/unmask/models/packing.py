@@ -40,7 +40,9 @@ class Layout(NamedTuple):
     def of(
         cls, tokens: Tensor, attention_mask: Tensor | None, dtype: torch.dtype, num_tokens: int | None = None
     ) -> Layout:
-        """Of tokens [B, L].  `num_tokens` is M; where the caller does not know it, the device is waited for.
+        """Of tokens [B, L] and attention_mask [B, L], or [B, L, L]: which positions each one that is no padding sees.
+
+        `num_tokens` is M; where the caller does not know it, the device is waited for.
 
         A compiled program cannot wait, and CUDA's variable-length attention is for dtypes of 16 bits: elsewhere padding
         is masked.
@@ -48,6 +50,9 @@ class Layout(NamedTuple):
         B, L = tokens.shape
         if attention_mask is None:
             return cls(torch.arange(L, device=tokens.device)[None], None, None, (B, L))
+        if attention_mask.ndim == 3:
+            positions = (attention_mask.diagonal(dim1=-2, dim2=-1).long().cumsum(-1) - 1).clamp(min=0)
+            return cls(positions, with_itself(attention_mask)[:, None], None, (B, L))
         positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
         if torch.compiler.is_compiling() or (tokens.is_cuda and dtype.itemsize != 2):
             return cls(positions, attention_mask[:, None, None, :], None, (B, L))
@@ -79,6 +84,11 @@ class Layout(NamedTuple):
         if self.at is None:
             return values
         return scatter(values[0, : self.num_tokens], self.at[: self.num_tokens], self.shape)
+
+
+def with_itself(sees: Tensor) -> Tensor:
+    """The mask [B, L, L], in which padding sees itself too: a softmax over nothing is no number."""
+    return sees | torch.eye(sees.shape[-1], dtype=torch.bool, device=sees.device)
 
 
 def packed_length(num_tokens: int, device: torch.device) -> int:

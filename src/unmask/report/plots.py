@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import cycle, pairwise
 from statistics import mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from unmask.display import visible
+from unmask.evaluation.compare import are_neighbours
 from unmask.evaluation.curve import Curve, frontier
 from unmask.evaluation.records import Record, grouped
 from unmask.report.tables import LEARNED_COLOUR, name_of
@@ -62,9 +63,20 @@ class Series(NamedTuple):
         """The mean over seeds at each point."""
         return [mean(getattr(record.outcome, field) for record in point) for point in self.points]
 
+    @property
+    def joined(self) -> list[bool]:
+        """Whether a line leads to each point from the one before: of a rule, where no step between them is left out."""
+        pairs = pairwise(point[0] for point in self.points)
+        return [False, *(not self.first.spec.learned and are_neighbours(*pair) for pair in pairs)]
+
 
 def shared_plot(runs: Sequence[tuple[str, Sequence[Record]]]) -> Figure:
-    """The records of runs of one task, given with their names; one marker per run.
+    """The records of runs of one task, given with their names."""
+    return plot(shared_series(runs), "valid, %")
+
+
+def shared_series(runs: Sequence[tuple[str, Sequence[Record]]]) -> list[Series]:
+    """The same as series; one marker per run.
 
     A heuristic that ran on the same denoiser in several runs is one line, with all their names.
     """
@@ -81,11 +93,11 @@ def shared_plot(runs: Sequence[tuple[str, Sequence[Record]]]) -> Figure:
     for (learned, name, budget, *_), (names, marker, own) in sorted(lines.items(), key=lambda item: item[0][:3]):
         label = ", ".join([*names, f"{name}, T = {budget}" if learned else name])
         series.append(Series(label, [[record] for record in sorted(own, key=lambda r: r.mean_steps)], marker))
-    return plot(series, "valid, %")
+    return series
 
 
 def plot(lines: Sequence[Series], what: str) -> Figure:
-    """Scores in percent against mean steps, with 95% intervals: rules as lines, learned orders as large marks.
+    """Scores in percent against mean steps, with 95% intervals; the points of a rule that are neighbours are joined.
 
     The legend is beside the plot, and nothing is written inside, where it would overprint the points.
     """
@@ -98,14 +110,18 @@ def plot(lines: Sequence[Series], what: str) -> Figure:
     looks = cycle(ORDER_LOOKS)
     for line in lines:
         spec = line.first.spec
+        dashes = "--" if spec.policy in DASHED else "-"
         if spec.learned:
             look = {"linestyle": "none", "zorder": 3, **next(looks)}
         else:
-            dashes = "--" if spec.policy in DASHED else "-"
-            look = {"color": colours[spec.policy], "linestyle": dashes, "marker": line.marker, "markersize": 3.5}
+            look = {"color": colours[spec.policy], "linestyle": "none", "marker": line.marker, "markersize": 3.5}
+        steps = line.means("mean_steps")
         scores, low, high = (100 * np.array(line.means(field)) for field in ("score", "ci_low", "ci_high"))
+        for i in np.flatnonzero(line.joined):
+            ends = slice(i - 1, i + 1)
+            axes.plot(steps[ends], scores[ends], color=look["color"], linestyle=dashes, linewidth=1.2)
         axes.errorbar(
-            *(line.means("mean_steps"), scores, np.maximum(0.0, [scores - low, high - scores])),
+            *(steps, scores, np.maximum(0.0, [scores - low, high - scores])),
             label=visible(f" {line.label}" if line.label.startswith("_") else line.label),  # else matplotlib hides it
             ecolor=to_rgba(look["color"], 0.35),
             **look,

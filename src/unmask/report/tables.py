@@ -15,7 +15,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from unmask.display import in_markup
-from unmask.evaluation.compare import NEAR, Comparison, area, compare, curves, whole_steps
+from unmask.evaluation.compare import NEAR, Comparison, area, compare, curves, rivals, whole_steps
 from unmask.evaluation.curve import Curve, Point, frontier, height, steps_for
 from unmask.evaluation.perplexity import HELD_OUT, Perplexity
 from unmask.evaluation.records import LABELS, Record, grouped
@@ -329,6 +329,37 @@ def bound_table(bound: BoundReport, run: str) -> ResultTable:
     if not bound.bits:
         headings, rows, legend = headings[:3], [row[:3] for row in rows], ""
     return ResultTable(f"{title}, {bound.num_examples} sequences", legend, headings, rows, marked=[True])
+
+
+def headline(records: Sequence[Record]) -> tuple[Record | None, Comparison | None]:
+    """The learned order with the highest score, and against the best of the rules at its mean steps if one is known."""
+    orders = [record for record in records if record.spec.learned and record.outcome.checked]
+    if not orders:
+        return next((record for record in records if record.spec.learned), None), None
+    best = max(orders, key=lambda record: (record.outcome.score, -record.mean_steps))
+    known = [found for found in compare([best, *rivals(best, records)]) if found.equal.score is not None]
+    return best, max(known, key=lambda found: found.equal.score or 0.0, default=None)
+
+
+def verdict(records: Sequence[Record]) -> str:
+    """Whether the learned order is better than the best rule at equal steps, in one sentence."""
+    learned, rival = headline(records)
+    checked = [record for record in records if record.outcome.checked]
+    if not checked:
+        return "There is no verdict: nothing says which answers of this task are right."
+    best = max(checked, key=lambda record: (record.outcome.score, -record.mean_steps))
+    if learned is None:
+        score = f"{_score(best.outcome.score)}% valid in {best.mean_steps:.2f} steps"
+        return f"No order was learned here; the best rule, {row_name(best, records)}, is {score}."
+    own = f"{_score(learned.outcome.score)}% valid in {learned.mean_steps:.2f} steps"
+    if rival is None:
+        return f"The learned order is {own}; no rule was evaluated at as many steps."
+    assert rival.equal.score is not None
+    gain = learned.outcome.score - rival.equal.score
+    low, high = rival.interval or (gain, gain)
+    how = "better than every" if low > 0 else "worse than the best" if high < 0 else "not clearly better than the best"
+    against = f"against {_score(rival.equal.score)}% with the best rule at equal steps ({rival.policy})"
+    return f"The learned order is {how} rule: {own}, {against}."
 
 
 CURVE_LEGEND = (

@@ -6,7 +6,8 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,16 +17,17 @@ from rich.console import Console, Group
 from rich.live import Live
 from torch import Tensor
 
+from unmask.decoding.cache import Cache
 from unmask.decoding.denoiser import AnyDenoiser
-from unmask.decoding.generate import Engine
-from unmask.decoding.policies import NetworkPolicy, Policy, parse_policy
+from unmask.decoding.generate import Engine, Generation
+from unmask.decoding.policies import Policy, network_of, parse_policy, trained_steps
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import in_html, in_markup, visible
 from unmask.errors import UserError, require
-from unmask.evaluation.evaluate import device_of
+from unmask.evaluation.evaluate import device_of, response_sizes
 from unmask.evaluation.plan import open_run
 from unmask.progress import watched
-from unmask.tasks.task import Task, check_no_mask
+from unmask.tasks.task import Examples, Task, check_no_mask
 
 MASK, END = "·", "░"
 BROKEN, LETTER = "\ufffd", 4  # what a decoder writes for a part of a letter, and the most bytes of one
@@ -74,6 +76,7 @@ def sample(
     top_p: float = 1.0,
     top_k: int = 0,
     seed: int = 0,
+    cache: Cache = "auto",
     trust_task: bool = False,
     denoiser: Any = None,
     any_denoiser: bool = False,
@@ -91,7 +94,7 @@ def sample(
     model, plain, task, recipe = open_run(run, device, split, trust_task, denoiser, any_denoiser)
     device = device_of(model.denoiser)
     names = policies or ["learned" if model.selector is not None else "top-prob"]
-    rules = [parse_policy(name, model.selector) for name in names]
+    rules = [parse_policy(name, model.selector, partial(task.token_frequencies, device)) for name in names]
     words = [word.strip() for word in find.split(",")] if find else []
     if words and (len(words) != len(rules) or not set(words) <= {"right", "wrong"}):
         raise UserError(f"--find takes right or wrong for each --policy, such as right,wrong for two, not {find!r}")
@@ -101,7 +104,7 @@ def sample(
     require(not find or task.has_checker, f"--find needs a checker, and task {task.name} has none: leave it out")
     temperature = recipe.evaluate.temperature if temperature is None else temperature
     choice = TokenChoice(temperature, top_p, top_k, eos_token_id=task.eos_token_id)
-    budget = steps or (model.selector.budget if model.selector is not None else 4)
+    budget = steps or trained_steps(model.selector, int(response_sizes(task, 1)[0])) or 4
     limit = task.test_examples
     if limit is not None and (beyond := [i for i in examples if i >= limit]):
         raise UserError(f"task {task.name} has the examples 0 to {limit - 1}: no --example {beyond[0]}")
@@ -111,10 +114,10 @@ def sample(
     def written(example: int) -> Iterator[Writing]:
         done: list[Writing] = []
         for rule in rules:
-            used = (model if isinstance(rule, NetworkPolicy) else plain).denoiser
+            used = (model if network_of(rule) is not None else plain).denoiser
             prompt = prompts[example] if prompts else None
             seen = (lambda writing: on_step([*done, writing])) if on_step else None
-            done.append(write(used, task, rule, budget, example, choice, seed, prompt, device, seen))
+            done.append(write(used, task, rule, budget, example, choice, seed, prompt, device, cache, seen))
             yield done[-1]
 
     if not wanted:
@@ -147,6 +150,7 @@ def write(
     seed: int,
     given: str | None = None,
     device: torch.device | str = "cpu",
+    cache: Cache = "auto",
     on_step: Callable[[Writing], None] | None = None,
 ) -> Writing:
     """Generate for one held-out example and keep every canvas; in a batch the result would be the same.
@@ -157,16 +161,11 @@ def write(
     """
     ids, mask = torch.tensor([example]), denoiser.mask_token_id
     truth = task.examples(ids, "test") if given is None else task.prompted(given)
-    check_no_mask(truth, mask, task.text)
-    canvas = torch.where(truth.response, mask, truth.tokens)
-    engine = Engine(denoiser, rule, budget, choice)
     here, response = truth.attention_mask[0], truth.response[0]
-    prompt = here & ~response
-    # The prompt of a text is shown as a question, without the tokens; one that stands around the response, with them.
-    is_question = task.text_tokenizer is not None and not (prompt & (response.cumsum(-1) > 0)).any()
-    shown = response if is_question else here
+    shown, is_question = positions_shown(task, truth, 0)
     question, wanted = (
-        visible(task.text(truth.tokens[0][part].tolist())) if is_question else "" for part in (prompt, response)
+        visible(task.text(truth.tokens[0][part].tolist())) if is_question else ""
+        for part in (here & ~response, response)
     )
     about = (example, rule.name, budget, question, wanted if given is None else "")
 
@@ -176,13 +175,13 @@ def write(
             so_far = spans(task, seen[shown].tolist(), steps[0].cpu()[shown].tolist())
             on_step(Writing(*about, [], so_far, num_steps, None))
 
+    def told(out: Generation) -> None:
+        tell(out.tokens, out.masked, out.reveal_step, int(out.num_steps))
+
     tell(truth.tokens, truth.response, torch.full_like(truth.tokens, PROMPT), 0)
-    out = engine.generate(
-        canvas.to(device), seed=seed, ids=ids, attention_mask=truth.attention_mask.to(device), history=True,
-        on_step=lambda out: tell(out.tokens, out.masked, out.reveal_step, int(out.num_steps)),
-    )  # fmt: skip
+    out = generated(denoiser, task, rule, budget, choice, truth, ids, seed, device, cache, told)
     assert out.history is not None
-    tokens, steps, history = out.tokens.cpu(), out.reveal_step.cpu(), out.history.cpu()
+    tokens, steps, history = out.tokens, out.reveal_step, out.history
     frames, when = [], torch.full_like(tokens[0][here], PROMPT)
     for i, (before, after) in enumerate(pairwise(history[0, :, here])):  # without padding
         when = torch.where((before == mask) & (after != mask), i, when)
@@ -193,25 +192,67 @@ def write(
     return Writing(*about, frames, result, int(out.num_steps), valid)
 
 
-def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
-    """Tokens as they read.  Those of a text follow one another without spaces, and the EOS tokens that fill a response
-    are one mark with their number.  Tokens that are parts of one letter are one span, of the last of their steps."""
-    is_text = task.text_tokenizer is not None
-    found, before, i = list[Span](), list[int](), 0  # before: the tokens of the span to the left
+def generated(
+    denoiser: AnyDenoiser,
+    task: Task,
+    rule: Policy,
+    budget: int,
+    choice: TokenChoice,
+    truth: Examples,
+    ids: Tensor,  # [B]: they name the random draws
+    seed: int,
+    device: torch.device | str,
+    cache: Cache = "auto",
+    on_step: Callable[[Generation], None] | None = None,
+) -> Generation:
+    """What a rule writes for the prompts of these examples, with every canvas, on the CPU."""
+    check_no_mask(truth, denoiser.mask_token_id, task.text)
+    canvas = torch.where(truth.response, denoiser.mask_token_id, truth.tokens)
+    engine, attended = Engine(denoiser, rule, budget, choice, cache=cache), truth.attention_mask.to(device)
+    out = engine.generate(canvas.to(device), seed=seed, ids=ids, attention_mask=attended, history=True, on_step=on_step)
+    there: dict[str, Any] = {name: value.cpu() for name, value in vars(out).items() if torch.is_tensor(value)}
+    return replace(out, **there)
+
+
+def positions_shown(task: Task, truth: Examples, row: int) -> tuple[Tensor, bool]:
+    """[L] bool: the positions that are shown as tokens, and whether the prompt is a question apart from them.
+
+    The prompt of a text is a question; one that stands around the response is shown among its tokens.
+    """
+    here, response = truth.attention_mask[row], truth.response[row]
+    prompt = here & ~response
+    is_question = task.text_tokenizer is not None and not (prompt & (response.cumsum(-1) > 0)).any()
+    return (response if is_question else here), is_question
+
+
+def pieces(task: Task, tokens: Sequence[int]) -> Iterator[tuple[str | None, int]]:
+    """How tokens read, each with their number: one, or several that are parts of one letter.  A mask is None."""
+    is_text, before, i = task.text_tokenizer is not None, list[int](), 0  # before: the tokens of the piece to the left
     while i < len(tokens):
-        size = 1
+        size, shown = 1, None
         if tokens[i] >= len(task.vocabulary):
-            found.append(Span(MASK, None))
             before = []
-        elif is_text and tokens[i] == task.eos_token_id:
-            found.append(Span(END, when[i], is_end=True))
-            before = []
+        elif tokens[i] == task.eos_token_id:
+            shown, before = END, []
         else:
             size = _letter_size(task, tokens[i : i + LETTER])
             here = list(tokens[i : i + size])
-            shown = _read_after(task, before, here) if is_text else task.text(here)
-            found.append(Span(visible(shown.replace("\n", "↵")), max(when[i : i + size])))
+            shown = visible(_read_after(task, before, here) if is_text else task.text(here))
             before = [] if BROKEN in shown else here
+        yield shown, size
+        i += size
+
+
+def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
+    """Tokens as they read.  Those of a text follow one another without spaces, and the EOS tokens that fill a response
+    are one mark with their number.  Tokens that are parts of one letter are one span, of the last of their steps."""
+    is_text, found, i = task.text_tokenizer is not None, list[Span](), 0
+    for text, size in pieces(task, tokens):
+        if text is None:
+            found.append(Span(MASK, None))
+        else:
+            is_end = is_text and tokens[i] == task.eos_token_id
+            found.append(Span(text.replace("\n", "↵"), max(when[i : i + size]), is_end))
         i += size
     if not is_text:
         return [span for item in found for span in (item, Span(" ", PROMPT))][:-1]

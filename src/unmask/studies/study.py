@@ -32,12 +32,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from unmask import files
-from unmask.decoding.policies import Learned, check_policy, parse_policy
+from unmask.decoding.policies import Learned, check_policy
 from unmask.display import say
 from unmask.errors import UserError, did_you_mean, require
 from unmask.evaluation.compare import at_most_steps, curves, gains, rivals
@@ -441,7 +441,7 @@ class Reproduction:
         first, chosen = self.study.evaluate[0], [_learned_name(rule) for rule in self.study.learned]
         records = [record for record in self.evaluated() if record.spec.split == first.split]
         orders = [r for r in records if r.spec.policy in chosen and r.spec.plain_denoiser == r.spec.denoiser]
-        names, best = {parse_policy(rule).name: rule for rule in self.study.others}, []  # as the study writes them
+        names, best = {check_policy(rule).name: rule for rule in self.study.others}, []  # as the study writes them
         for _, ours in sorted(grouped(orders, lambda record: record.spec.trained_budget or 0).items()):
             scores: dict[str, list[float]] = {}
             for learned in ours:
@@ -456,7 +456,7 @@ class Reproduction:
 
 def _learned_name(rule: str) -> str:
     """The name of a form of the learned rule, as records have it."""
-    parsed = parse_policy(rule, network=cast(Any, object()))
+    parsed = check_policy(rule)
     if not isinstance(parsed, Learned):
         raise UserError(f"{rule!r} is no learned order: write learned, or learned(deterministic)")
     return parsed.name

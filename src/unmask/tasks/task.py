@@ -28,9 +28,14 @@ class Examples:
     tokens: Tensor  # [B, L] int64
     response: Tensor  # [B, L] bool: the positions that are generated; any set, the rest is prompt or padding
     attention_mask: Tensor  # [B, L] bool: False on padding, which is never attended to
+    block: Tensor | None = None  # [B, L]: `decoding.blocks`, where the response is no more than one block of several
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Examples:
+        block = None if self.block is None else change(self.block)
+        return Examples(change(self.tokens), change(self.response), change(self.attention_mask), block)
 
     @property
     def position(self) -> Tensor:
@@ -40,8 +45,8 @@ class Examples:
     def rows(self, rows: Tensor) -> Examples:
         """The examples of these rows [R], on the CPU; a row may come several times."""
         there = to_device(rows, self.tokens.device)
-        chosen = Examples(*(part[there] for part in (self.tokens, self.response, self.attention_mask)))
-        vars(chosen).update(num_tokens=self.num_tokens[rows], num_response=self.num_response[rows])
+        chosen = self._each(lambda part: part[there])
+        vars(chosen).update(num_tokens=self.num_tokens[rows], num_response=self.num_response[rows], first=self.first)
         return chosen
 
     @cached_property
@@ -54,10 +59,15 @@ class Examples:
         """N [B], on the CPU."""
         return self.response.sum(-1).cpu()
 
+    @cached_property
+    def first(self) -> int:
+        """No row has a response before this column."""
+        return int(self.response.any(0).int().argmax())
+
     def to(self, device: torch.device | str) -> Examples:
         """On the device; the lengths stay on the host, which would have to wait for them."""
-        there = Examples(*(to_device(part, device) for part in (self.tokens, self.response, self.attention_mask)))
-        vars(there).update(num_tokens=self.num_tokens, num_response=self.num_response)
+        there = self._each(lambda part: to_device(part, device))
+        vars(there).update(num_tokens=self.num_tokens, num_response=self.num_response, first=self.first)
         return there
 
 
@@ -148,6 +158,26 @@ class Task(ABC):
         return (tuple(range(self.length)),)
 
     @property
+    def grid(self) -> tuple[int, int]:
+        """The columns of the square in which the tokens stand, and of a box in it; (0, 0): they stand in a line."""
+        return 0, 0
+
+    def kind(self, token: int) -> str:
+        """The class of a token, by which pictures sum up: digit, operator, word, other or EOS."""
+        text = self.text([token]).strip()
+        if token == self.eos_token_id:
+            return "EOS"
+        if text.isdigit():
+            return "digit"
+        if any(letter.isalpha() for letter in text):
+            return "word"
+        return "operator" if text and not set(text) - set("+-*/=<>%^()×÷") else "other"
+
+    def drawing(self, tokens: Sequence[int]) -> str:
+        """An SVG of what these tokens stand for, where that is more than a text; else ""."""
+        return ""
+
+    @property
     def test_examples(self) -> int | None:
         """The number of held-out examples; None: as many as are asked for."""
         return None
@@ -184,6 +214,13 @@ class Task(ABC):
     def order(self, seed: int, stage: int, positions: Tensor) -> Tensor:
         """[B]: the ids of the training examples at these positions [B] of a stage; here they are drawn at random."""
         return integers(seed, Purpose.EXAMPLE, stage, positions)
+
+    def token_frequencies(self, device: torch.device | str = "cpu") -> Tensor:
+        """[V]: the share of each token in the responses of 1,000 training examples, counted once at least."""
+        examples = self.examples(self.order(0, 0, torch.arange(1000)), "train")
+        written = examples.tokens[examples.response & examples.attention_mask]
+        counts = torch.bincount(written, minlength=len(self.vocabulary)).clamp(min=1)
+        return (counts / counts.sum()).to(device)
 
     def on_split(self, split: str) -> Task:
         """The same task with another held-out split."""

@@ -94,7 +94,8 @@ def _on_frozen(recipe: Recipe, task: Task, denoiser: Any) -> OrderModel:
     examples = task.examples(torch.arange(2), "train")
     all_written = bool((examples.response == examples.attention_mask).all())  # then all positions look alike at first
     with prefixed("model"):
-        selector = _selector(recipe.model.selector, order, frozen.width, task.length if all_written else 0)
+        positions = task.length if all_written else 0
+        selector = _selector(recipe.model.selector, order, frozen.width, positions, frozen.block_size)
         config = OrderModelConfig(len(task.vocabulary), place, selector=selector, selection=order.selection)
     model = OrderModel(config, task.text_tokenizer or word_level_tokenizer(task.vocabulary), frozen)
     check_context(model, task, "set task.length, or give a model with a longer one")
@@ -147,14 +148,16 @@ def _from_run(recipe: Recipe, task: Task) -> OrderModel:
         raise UserError(f"{where} has no denoiser of its own: set model.denoiser to that which it was learned for")
     check_context(loaded, task, "start from a run with a longer one")  # first: a longer task may have more tokens too
     check_vocabulary(loaded, task, where)
-    if recipe.model.shape_given:
-        wanted, has = _shape(recipe.model, task), loaded.config.denoiser
-        for name in ("width", "layers", "heads", "intermediate"):
-            if getattr(wanted, name) != getattr(has, name):
-                raise UserError(
-                    f"{where} has {name} {getattr(has, name)}, but the recipe's [model] says {getattr(wanted, name)}: "
-                    "make them agree, or leave the shape out"
-                )
+    names = ("width", "layers", "heads", "intermediate") if recipe.model.shape_given else ()
+    wanted = {name: getattr(_shape(recipe.model, task), name) for name in names}
+    if names or recipe.model.block_size:
+        wanted["block_size"] = recipe.model.block_size
+    for name, value in wanted.items():
+        if (has := getattr(loaded.config.denoiser, name)) != value:
+            raise UserError(
+                f"{where} has {name} {has}, but the recipe's [model] says {value}: make them agree, or leave the shape "
+                "out"
+            )
     return without_order(loaded)
 
 
@@ -186,6 +189,7 @@ def _shape(model: ModelRecipe, task: Task) -> BackboneConfig:
             SIZES.get(model.size) or BackboneConfig(model.width, model.layers, model.heads, model.intermediate),
             max_length=model.max_length or task.length,
             absolute_positions=model.absolute_positions,
+            block_size=model.block_size,
         )
 
 
@@ -198,7 +202,11 @@ def _with_order(plain: OrderModel, networks: ModelRecipe, order: OrderRecipe) ->
         config = dataclasses.replace(
             plain.config,
             selector=_selector(
-                networks.selector, order, trunk.width, trunk.max_length if trunk.absolute_positions else 0
+                networks.selector,
+                order,
+                trunk.width,
+                trunk.max_length if trunk.absolute_positions else 0,
+                trunk.block_size,
             ),
             scorer=None
             if order.posterior == "selector"
@@ -223,7 +231,11 @@ def _with_order(plain: OrderModel, networks: ModelRecipe, order: OrderRecipe) ->
     return model
 
 
-def _selector(recipe: SelectorRecipe, order: OrderRecipe, denoiser_width: int, positions: int = 0) -> SelectorConfig:
+def _selector(
+    recipe: SelectorRecipe, order: OrderRecipe, denoiser_width: int, positions: int = 0, block_size: int = 0
+) -> SelectorConfig:
+    whole = "a reward judges a whole answer, and the order of a block-causal model is learned one block at a time"
+    require(not (order.reward and block_size), f"order.reward: {whole}: set it to false")
     return SelectorConfig(
         width=recipe.width or max(32, denoiser_width // 4),
         layers=recipe.layers,
@@ -234,6 +246,7 @@ def _selector(recipe: SelectorRecipe, order: OrderRecipe, denoiser_width: int, p
         start=order.start,
         spread=order.spread,
         reads="logits" if recipe.reads == "logits" or not denoiser_width else "hidden",
+        block_size=block_size,
     )
 
 

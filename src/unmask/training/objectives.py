@@ -20,7 +20,7 @@ from unmask.models.packing import places, scatter
 from unmask.recipe import parse_teacher
 from unmask.rng import Purpose, uniforms
 from unmask.tasks.task import Examples, to_device
-from unmask.training.reading import log_likelihood, read_denoiser, selector_features, with_layout
+from unmask.training.reading import log_likelihood, one_block, read_denoiser, selector_features, with_layout
 from unmask.training.teacher import first_logits, reveal_steps
 from unmask.variational.elbo import BoundTerms, bound_terms
 from unmask.variational.estimators import Baseline, MovingAverage, estimate_bound
@@ -90,7 +90,8 @@ class Rollout(NamedTuple):
 class OrderObjective(nn.Module):
     """The paper's bound: one time t per sequence, k trajectories of it, and the surrogate of `estimate_bound`.
 
-    T is that of the selector.  A frozen denoiser (`learn_denoiser` False) is run without a graph.  What the selector
+    T is that of the selector.  On a block-causal denoiser it is the bound of one block of each sequence, given those
+    before it (`one_block`).  A frozen denoiser (`learn_denoiser` False) is run without a graph.  What the selector
     reads from the denoiser is detached, so that theta gets the gradient of the reconstruction only.
 
     `initial_kl_weight` w > 1 trains on F1 - w KL at first, w falling linearly to 1 at half of the updates.  The
@@ -128,6 +129,8 @@ class OrderObjective(nn.Module):
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
         """examples [B]; ids [B], which name their draws; u [B] stratified uniforms, which choose the times t."""
+        if size := self.model.block_size:
+            examples = one_block(examples, u, size, self.seed)
         rollout = self.rollout(examples, ids, sample_times(u, self.budget))
         num_response = to_device(examples.num_response, rollout.t.device)
         # A tensor: for a number, a program would be compiled at each update.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -9,22 +10,61 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from unmask.decoding.blocks import block_causal, block_numbers
 from unmask.decoding.confidence import confidence, features, log_probabilities
 from unmask.models.frozen import FrozenDenoiser
 from unmask.models.networks import Denoiser
 from unmask.models.packing import Layout, places, scatter, stream_dtype
-from unmask.tasks.task import Examples
+from unmask.rng import Purpose, uniforms
+from unmask.tasks.task import Examples, to_device
 
 
 def with_layout(examples: Examples, network: nn.Module) -> tuple[Examples, Layout]:
     """The examples on the device of a network, and their layout, without waiting for the device.
 
-    No mask where nothing is padded, which lets attention take its fastest path.
+    No mask where nothing is padded, which lets attention take its fastest path.  A block-causal network always has one.
     """
     weight, total = next(chain(network.parameters(), network.buffers())), int(examples.num_tokens.sum())
     examples = examples.to(weight.device)
+    if size := getattr(network, "block_size", 0):
+        block = block_numbers(examples.response, size) if examples.block is None else examples.block
+        sees = block_causal(block, examples.attention_mask)
+        return examples, Layout.of(examples.tokens, sees, stream_dtype(weight))
     attention_mask = None if total == examples.tokens.numel() else examples.attention_mask
     return examples, Layout.of(examples.tokens, attention_mask, stream_dtype(weight), total)
+
+
+def one_block(examples: Examples, u: Tensor, size: int, seed: int) -> Examples:
+    """Each sequence with one block as its response, drawn with probability N_b / N; blocks before it are given.
+
+    Then E[bound_b / N_b] = sum_b bound_b / N, what a token of the whole response has.  Later blocks are there, and
+    nothing of the response sees them.  The draw is a hash of u [B].
+    """
+    drawn = uniforms(seed, Purpose.BLOCK, as_word(u.cpu()), -1, dtype=torch.float64)
+    return only_block(examples, (drawn * examples.num_response).long() // size, size)
+
+
+def each_block(examples: Examples, size: int) -> Iterator[tuple[Tensor, Examples]]:
+    """The sequences that have a first block, a second and so on: their places [R], and cut down to this block."""
+    blocks = -(-examples.num_response // size)
+    for b in range(int(blocks.max())):
+        rows = (blocks > b).nonzero()[:, 0]
+        yield rows, only_block(examples.rows(rows), torch.full_like(rows, b), size)
+
+
+def only_block(examples: Examples, chosen: Tensor, size: int) -> Examples:
+    """With the block `chosen` [B] of each, counted from 0, as the response; on the CPU, as all lengths."""
+    block, N = block_numbers(examples.response, size), examples.num_response
+    at = to_device(chosen, examples.tokens.device)[:, None]
+    cut = Examples(examples.tokens, block == 1 + at, examples.attention_mask, block)
+    lengths = {"num_tokens": examples.num_tokens, "num_response": (N - size * chosen).clamp(max=size)}
+    vars(cut).update(lengths, first=examples.first)
+    return cut
+
+
+def as_word(u: Tensor) -> Tensor:
+    """Uniforms as whole numbers, which can name a draw."""
+    return (u.double() * 2**53).long()
 
 
 def log_likelihood(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from unmask.recipe import DenoiseRecipe, OrderRecipe, Recipe, continued, flat, n
 from unmask.runtime import precision_on, process_settings
 from unmask.tasks.exact import EXACT, ExactDenoiser
 from unmask.tasks.task import Task
+from unmask.training.block_diffusion import BlockDenoiseObjective
 from unmask.training.build import build_model, check_vocabulary, task_of, without_order
 from unmask.training.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, read_checkpoint
 from unmask.training.checkpointer import Checkpointer, stop_signal
@@ -252,7 +253,8 @@ class _Training:
 
     def _denoise(self, stage: Stage, model: OrderModel, how: DenoiseRecipe) -> None:
         assert isinstance(model.denoiser, Denoiser)
-        objective = DenoiseObjective(model.denoiser, self.recipe.seed, self.compiled)
+        kind = BlockDenoiseObjective if model.block_size else DenoiseObjective
+        objective = kind(model.denoiser, self.recipe.seed, self.compiled)
         self._stage(stage, objective, {"denoiser": (model.denoiser, how.learning_rate)}, how)
 
     def _stage(

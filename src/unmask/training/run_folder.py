@@ -43,7 +43,8 @@ from unmask.training.checkpoint import CheckpointFolder, reason, warn
 WRITTEN = re.compile(
     r"""(
     ((denoiser|baseline|order)(\.partial)?/)?((manifest|config|tokenizer)\.json|model\.safetensors)
-    | (exact/)?((recipe|manifest|curve)\.json | (results|verdicts)\.jsonl | report\.html | orders\.png | curve\.svg)
+    | (exact/)?((recipe|manifest|curve)\.json | (results|verdicts)\.jsonl | orders\.png | curve\.svg)
+    | (exact/)?report[\w.-]*\.(html|md|csv|tex|png|pdf)
     | start\.txt | changes\.log | lock | bound\.json | metrics\.jsonl
     | checkpoints/[a-z]+-\d+(\.partial|\.damaged)?/(tensors\.safetensors|(facts|manifest)\.json)
     | unmask/.*     # of the experiment trackers

@@ -20,7 +20,7 @@ from unmask.models.packing import scatter
 from unmask.rng import Purpose, uniforms
 from unmask.tasks.task import Examples, Task, check_no_mask, to_device
 from unmask.training.objectives import Outcome
-from unmask.training.reading import log_likelihood, read_denoiser, selector_features, with_layout
+from unmask.training.reading import log_likelihood, one_block, read_denoiser, selector_features, with_layout
 from unmask.variational.selection import Selection
 from unmask.variational.self_posterior import estimate_self
 
@@ -46,6 +46,7 @@ class SelfObjective(nn.Module):
     others uniform in {least_budget, ..., T}.  Its k trajectories share both.
     checker: the task that judges the tokens, which are then the denoiser's own, chosen at `temperature`.  All k
     trajectories share the draws of their tokens.
+    On a block-causal denoiser all this is about one block of each sequence, given those before it (`one_block`).
     reference_weight: of the KL from the selector's start, f = 0, which is a rule; 0: none.
 
     The selector's graph is recomputed step by step in the backward pass: only what it reads is kept.
@@ -81,6 +82,8 @@ class SelfObjective(nn.Module):
         """examples [B]; ids [B], which name their draws; u [B] stratified uniforms, which choose the prices."""
         assert self.model.selector is not None
         device = next(self.model.parameters()).device
+        if size := self.model.block_size:
+            examples = one_block(examples, u, size, self.seed)
         examples, ids = examples.to(device), to_device(ids, device)
         if isinstance(denoiser := self.model.denoiser, FrozenDenoiser):  # its mask may be one of the task's tokens
             tokenizer = self.model.tokenizer

@@ -19,7 +19,14 @@ from unmask.decoding.policies.rule import (
     highest,
     rounding,
 )
-from unmask.decoding.policies.scheduled import ByConfidence, ConfidenceKind, LeftToRight, Ranked, TopProbability
+from unmask.decoding.policies.scheduled import (
+    ByConfidence,
+    ConfidenceKind,
+    LeftToRight,
+    PCSampler,
+    Ranked,
+    TopProbability,
+)
 from unmask.errors import require
 
 
@@ -94,7 +101,7 @@ class EntropyBounded(Policy):
 
     def __post_init__(self) -> None:
         require(0 <= self.gamma < float("inf"), f"eb: gamma must not be negative, got {self.gamma}")
-        allowed = isinstance(self.order, Ranked) and not isinstance(self.order, LeftToRight)
+        allowed = isinstance(self.order, Ranked) and not isinstance(self.order, LeftToRight | PCSampler)
         require(allowed, f"eb orders by top-prob, margin or entropy, not by {as_text(self.order)}")
         require(self.order.count == "even", "eb reveals as many as its bound allows: leave count out of its order")
 
@@ -211,6 +218,9 @@ class Prophet(Policy):
     def check(self, max_steps: int, num_response: Tensor) -> None:
         smallest = int(num_response.min())
         require(self.start < smallest, f"prophet: a response of {smallest} tokens has no place {self.start}")
+
+    def check_logits(self, logits: Tensor) -> None:
+        self.order.check_logits(logits)
 
     def decide(self, step: Step) -> Decision:
         place = step.place()

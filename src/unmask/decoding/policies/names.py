@@ -6,11 +6,16 @@ A rule of the user's own is written "module:Class" or "module:Class(0.9)".
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING
 from typing import Any, cast, get_type_hints
 
+import torch
+from torch import Tensor
+
 from unmask.decoding.policies.rule import RULES, NetworkPolicy, Policy, SelectorNetwork, as_text, default_of, fields_of
+from unmask.decoding.policies.scheduled import PCSampler
 from unmask.errors import UserError, did_you_mean, require
 from unmask.fields import convert
 from unmask.own_code import import_class
@@ -24,8 +29,14 @@ def own_rules(text: str) -> list[str]:
     return [name for name in re.findall(_OWN, text) if name.partition(":")[0] not in built_in]
 
 
-def parse_policy(text: str, network: SelectorNetwork | None = None) -> Policy:
-    """The rule that `text` names.  `network` is the selector of the rules that need one."""
+Background = Callable[[], Tensor]
+
+
+def parse_policy(text: str, network: SelectorNetwork | None = None, background: Background | None = None) -> Policy:
+    """The rule that `text` names.
+
+    network: the selector of the rules that need one.  background: gives the frequencies [V] of tokens to `pc-sampler`.
+    """
     require(text.count("(") <= 8, f"cannot read a policy with {text.count('(')} brackets: no rule nests so deep")
     rule, arguments = _rule_and_arguments(text)
     values: dict[str, Any] = {}
@@ -33,6 +44,10 @@ def parse_policy(text: str, network: SelectorNetwork | None = None) -> Policy:
         train = f"train one with an [order] section; in Python, pass {rule.__name__}(selector)"
         require(network is not None, f"{rule.key} needs a learned order, and there is none: {train}")
         values["network"] = network
+    if issubclass(rule, PCSampler):
+        needed = "pc-sampler needs the frequencies of tokens, and there is no task to count them in"
+        require(background is not None, f"{needed}: in Python, pass {rule.__name__}(frequencies)")
+        values["frequencies"] = cast(Background, background)()
     types, parameters = get_type_hints(rule), fields_of(rule)
     positional = [parameter.name for parameter in parameters if not parameter.kw_only]
     for place, argument in enumerate(arguments):
@@ -46,7 +61,7 @@ def parse_policy(text: str, network: SelectorNetwork | None = None) -> Policy:
         known = name in [parameter.name for parameter in parameters]
         require(known, f"{text!r}: {rule.key} has no parameter {name!r}; write it as {usage(rule)}")
         require(name not in values, f"{text!r}: {name} is given twice")
-        values[name] = _value(value, types[name], f"{text!r}: {name}", network)
+        values[name] = _value(value, types[name], f"{text!r}: {name}", network, background)
     missing = [each.name for each in parameters if default_of(each) is MISSING and each.name not in values]
     require(not missing, f"{text!r}: {' and '.join(missing)} missing; write it as {usage(rule)}")
     try:
@@ -57,9 +72,9 @@ def parse_policy(text: str, network: SelectorNetwork | None = None) -> Policy:
         raise UserError(f"policy {text!r}: {error}") from None
 
 
-def check_policy(text: str) -> None:
-    """UserError where `text` names no rule, whether or not there is a network for it yet."""
-    parse_policy(text, network=cast(SelectorNetwork, object()))
+def check_policy(text: str) -> Policy:
+    """The rule that `text` names, or UserError, whether or not there is a network or a background for it yet."""
+    return parse_policy(text, cast(SelectorNetwork, object()), lambda: torch.ones(1))
 
 
 def usage(rule: type[Policy]) -> str:
@@ -104,10 +119,10 @@ def _split(arguments: str, text: str) -> list[str]:
     return [part.strip() for part in parts] if arguments.strip() else []
 
 
-def _value(text: str, wanted: Any, what: str, network: SelectorNetwork | None) -> Any:
+def _value(text: str, wanted: Any, what: str, network: SelectorNetwork | None, background: Background | None) -> Any:
     """A parameter's text as the type that its field declares."""
     if isinstance(wanted, type) and issubclass(wanted, Policy):
-        return parse_policy(text, network)
+        return parse_policy(text, network, background)
     value: Any = text
     if wanted is bool:
         value = {"true": True, "false": False}.get(text, text)

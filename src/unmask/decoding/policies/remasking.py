@@ -4,13 +4,14 @@ sequence is finished."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from unmask.decoding.policies.rule import Decision, Policy, Step, above, highest, rounding
+from unmask.decoding.policies.scheduled import ByConfidence, ConfidenceKind
 from unmask.errors import require
 
 
@@ -158,7 +159,7 @@ class JointThreshold(Policy):
         revealed = step.response & ~step.masked
         edit = revealed & (step.proposal != step.tokens) & above(log_p, self.tau_e)
         full = ~step.masked.any(-1)
-        after = step.memory["after"] + full
+        after = torch.where(full, step.memory["after"] + 1, 0)  # a new block begins with masks
         finished = full & (~edit.any(-1) | (after >= self.MOST))
         return Decision(sure | best, edit=edit, finished=finished, memory={"after": after})
 
@@ -204,3 +205,46 @@ class Saber(Policy):
             "at_reveal": torch.where(reveal, p, at_reveal),
         }
         return Decision(reveal & ~doubted, remask=doubted & ~step.masked, finished=full, memory=memory)
+
+
+@dataclass(frozen=True)
+class WINO(ByConfidence):
+    """Masks with c_n > tau, at most 0.7 |M| in 5..20, else the best; tokens with p_n < tau_back are masked again.
+
+    p_n of a token is what its shadow says, a mask in its place that sees all but the token (`decoding.shadows`): one
+    longer pass.  Masked again are the lowest, at most one fewer than the step before revealed (30 at the first), and
+    only if this step reveals more than one (Hong et al. 2025).  A sequence without masks is finished.
+    """
+
+    key = "wino"
+    remasks = reads_revealed = shadows = True
+    FIRST = 30  # what counts as the reveals before the first step
+    tau: float = 0.6
+    tau_back: float = 0.9
+    _: KW_ONLY
+    confidence: ConfidenceKind = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.tau < 1, f"wino: tau must be at least 0 and below 1, got {self.tau}")
+        require(0 < self.tau_back <= 1, f"wino: tau_back must be above 0 and at most 1, got {self.tau_back}")
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return super().reads | {"log_current"}
+
+    def init_state(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
+        return {"revealed": torch.zeros(rows, dtype=torch.long, device=device)}  # by the step before
+
+    def decide(self, step: Step) -> Decision:
+        log_c, log_p = self.log_c(step), step.stats["log_current"]
+        sure, masks = (step.masked & above(log_c, self.tau)).sum(-1), step.masked.sum(-1)
+        most = (7 * masks // 10).clamp(5, 20)
+        # No sum of `reveal`: torch 2.13 compiles two choices of which one counts the other in the wrong order.
+        revealed = torch.minimum(torch.minimum(sure, most).clamp(min=1), masks)
+        reveal = highest(log_c, step.masked, revealed)
+        before = torch.where(step.index == 0, self.FIRST, step.memory["revealed"])
+        doubted = step.response & ~step.masked & (log_p < math.log(self.tau_back) - rounding(log_p))
+        remask = highest(-log_p, doubted, torch.where(revealed > 1, before - 1, 0))
+        finished = torch.ones_like(revealed, dtype=torch.bool)
+        return Decision(reveal, remask=remask, finished=finished, memory={"revealed": revealed})

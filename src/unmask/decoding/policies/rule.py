@@ -82,6 +82,7 @@ class Policy:
     reads_revealed: ClassVar[bool] = False  # it also looks at what is already revealed: the whole response is projected
     holds_back: ClassVar[bool] = False  # it applies `Step.offered` itself, to a part of the response
     reads_ahead: ClassVar[bool] = False  # inside `blocks` it also looks at the masks of the blocks to come
+    shadows: ClassVar[bool] = False  # what it reads where a token stands is what a mask in its place says (`shadows`)
 
     def __init_subclass__(cls) -> None:
         if "key" in vars(cls):
@@ -98,7 +99,7 @@ class Policy:
 
     @property
     def most_read(self) -> int | None:
-        """The most masks of a sequence that `looks_at` gives; None: any number."""
+        """The most positions of a sequence that `looks_at` gives; None: any number."""
         return None
 
     @property
@@ -110,9 +111,12 @@ class Policy:
         """What takes the place of the denoiser's logits [m, V], and what to keep of it; `kept` [m, V] is 0 at first."""
         raise NotImplementedError
 
-    def looks_at(self, masked: Tensor, place: Tensor) -> Tensor:
-        """[b, L] bool: the masks that it looks at or may reveal now; `place` [b, L] is that of `Step.place`."""
-        return masked
+    def looks_at(self, at: Tensor, place: Tensor, memory: dict[str, Tensor]) -> Tensor:
+        """[b, L] bool: where it looks now, of the masks (with `reads_revealed` of the response) `at` [b, L].
+
+        `place` [b, L] is that of `Step.place`, `memory` what it kept from the step before.
+        """
+        return at
 
     @property
     def name(self) -> str:
@@ -129,6 +133,9 @@ class Policy:
 
     def check(self, max_steps: int, num_response: Tensor) -> None:
         """Raise UserError where the rule cannot run with `max_steps` on responses of these sizes [B]."""
+
+    def check_logits(self, logits: Tensor) -> None:
+        """Raise UserError where the rule cannot run on a denoiser that gives such logits [1, V]."""
 
     def init_state(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
         """What it keeps between steps, as it is before the first: tensors [rows, ...]."""
@@ -177,8 +184,11 @@ class NetworkPolicy(Policy):
 
     def check(self, max_steps: int, num_response: Tensor) -> None:
         T, prices = self.network.budget, self.network.prices
-        trained = bool(prices) or T in (None, max_steps)
-        require(trained, f"the learned order was trained for T = {T}, not for {max_steps} steps")
+        size = getattr(self.network, "block_size", 0)
+        times = sorted({-(-n // size) for n in num_response.tolist()}) if size else [1]
+        trained = bool(prices) or T is None or all(T * blocks == max_steps for blocks in times)
+        each = f" in each block of {size}, of which there are {' or '.join(map(str, times))}" if size else ""
+        require(trained, f"the learned order was trained for T = {T}{each}, not for {max_steps} steps")
         require(not self.price or bool(prices), "the learned order was trained without prices: leave price out")
         if self.price and not prices[0] <= self.price <= prices[1]:
             warnings.warn(

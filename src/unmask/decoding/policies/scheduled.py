@@ -6,7 +6,7 @@ what k_i is: even (LLaDA), floor (Dream, SMDM) or cosine (MaskGIT), see `schedul
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 import torch
@@ -126,6 +126,43 @@ class LeftToRight(Ranked):
 
 
 @dataclass(frozen=True)
+class PCSampler(Ranked):
+    """The k_i largest exp(-decay j) min(clip, -p_n(x_n) log(f(x_n) + 1e-9)): frequent tokens wait (PC-sampler).
+
+    j: the place in the response, inside `blocks` in the block.
+    f [V]: the share of each token in a background text.  On the command line that is the task's training examples.
+    """
+
+    key = "pc-sampler"
+    reads = frozenset({"log_proposal"})
+    frequencies: Tensor = field(repr=False, compare=False)
+    decay: float = 0.25
+    clip: float = 10.0
+    _: KW_ONLY
+    count: CountKind = "even"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.decay < float("inf"), f"pc-sampler: decay must not be negative, got {self.decay}")
+        require(0 < self.clip < float("inf"), f"pc-sampler: clip must be above 0, got {self.clip}")
+        f = self.frequencies
+        shares = isinstance(f, Tensor) and f.ndim == 1 and f.is_floating_point() and bool(((f >= 0) & (f <= 1)).all())
+        require(shares, "pc-sampler: frequencies must be [V] shares from 0 to 1: divide counts by their sum")
+
+    def check_logits(self, logits: Tensor) -> None:
+        f, V = self.frequencies, logits.shape[-1]
+        require(len(f) == V, f"pc-sampler: there are frequencies of {len(f)} tokens, and the denoiser writes {V}")
+        elsewhere = f"pc-sampler: the frequencies are on {f.device}: move them to {logits.device}, as the denoiser"
+        require(f.device == logits.device, elsewhere)
+
+    def score(self, step: Step) -> Tensor:
+        p = step.stats["log_proposal"].double().exp()
+        x = torch.where(step.masked, step.proposal, 0)  # elsewhere the mask token may stand, which has no frequency
+        surprise = -p * torch.log(self.frequencies[x].double() + 1e-9)
+        return torch.exp(-self.decay * step.place().double()) * surprise.clamp(max=self.clip)
+
+
+@dataclass(frozen=True)
 class Stochastic(Policy):
     """k_i masks drawn without replacement with weights softmax(score / temperature) (Dream's `alg_temp`).
 
@@ -144,6 +181,9 @@ class Stochastic(Policy):
     @property
     def reads(self) -> frozenset[str]:
         return self.order.reads
+
+    def check_logits(self, logits: Tensor) -> None:
+        self.order.check_logits(logits)
 
     def decide(self, step: Step) -> Decision:
         u = step.uniforms()[:, :-1]

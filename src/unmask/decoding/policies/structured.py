@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.rule import Decision, NetworkPolicy, Policy, Step
-from unmask.errors import require
+from unmask.decoding.blocks import block_causal, block_numbers
+from unmask.decoding.policies.rule import Decision, NetworkPolicy, Policy, SelectorNetwork, Step
+from unmask.errors import UserError, require
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,9 @@ class Blocks(Policy):
 
     b blocks get S div b steps each, one more for the first S mod b; the rule sees the block as its whole response, with
     its own i, S and N; its memory covers the whole response.  A block that finishes early starts the next at once.
-    Only the current block's masks are projected to the vocabulary, or all where the rule declares `reads_ahead`.
+    A rule that re-masks or edits does so in its block alone, until the block's steps are taken or the rule is finished.
+    On a block-causal denoiser the size is that of the model, and a learned order runs inside its blocks.
+    Only what is read of the current block is projected to the vocabulary, or all masks where it declares `reads_ahead`.
     """
 
     key = "blocks"
@@ -43,10 +46,13 @@ class Blocks(Policy):
     def __post_init__(self) -> None:
         require(type(self.size) is int and self.size >= 1, f"blocks: the size must be at least 1, got {self.size!r}")
         require(isinstance(self.inner, Policy), f"blocks needs a rule such as margin, not {self.inner!r}")
-        revises = self.inner.remasks or self.inner.reads_revealed
-        inside = not (revises or isinstance(self.inner, Blocks | NetworkPolicy))
-        wanted = "give one that never re-masks, reads masks only and needs no network"
+        whole = self.inner.reads_revealed and not self.inner.remasks  # such as prophet, whose answer may lie anywhere
+        network = isinstance(self.inner, NetworkPolicy) and getattr(self.inner.network, "block_size", 0) != self.size
+        inside = not (whole or network or isinstance(self.inner, Blocks))
+        wanted = "no blocks, no network but one learned for such blocks, and nothing but masks read unless it re-masks"
         require(inside, f"blocks cannot hold {self.inner.name}: {wanted}")
+        for name in ("remasks", "reads_revealed", "shadows"):
+            object.__setattr__(self, name, getattr(self.inner, name))
 
     @property
     def reads(self) -> frozenset[str]:
@@ -63,13 +69,19 @@ class Blocks(Policy):
     def fuse(self, logits: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
         return self.inner.fuse(logits, kept)
 
-    def looks_at(self, masked: Tensor, place: Tensor) -> Tensor:
-        return masked if self.inner.reads_ahead else masked & self._current(masked, place)[1]
+    def check_logits(self, logits: Tensor) -> None:
+        self.inner.check_logits(logits)
 
-    def _current(self, masked: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-        """Which block is written now [b], that of the leftmost mask, and where it is [b, L]."""
+    def looks_at(self, at: Tensor, place: Tensor, memory: dict[str, Tensor]) -> Tensor:
+        return at if self.inner.reads_ahead else at & self._current(at, place, memory)[1]
+
+    def _current(self, masked: Tensor, place: Tensor, memory: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Which block is written now [b], and where it is [b, L].
+
+        That of the leftmost mask; of a rule that re-masks or edits, the one that it is not yet done with.
+        """
         block = place // self.size
-        current = torch.where(masked, block, block.shape[-1]).amin(-1)
+        current = memory["block"] if self.inner.remasks else torch.where(masked, block, block.shape[-1]).amin(-1)
         return current, block == current[:, None]
 
     def check(self, max_steps: int, num_response: Tensor) -> None:
@@ -79,20 +91,60 @@ class Blocks(Policy):
         blocks = -(-largest // size)
         enough = f"give at least {blocks} steps, not {max_steps}"
         require(max_steps >= blocks, f"a response of {largest} tokens has {blocks} blocks of {size}: {enough}")
+        if isinstance(self.inner, NetworkPolicy):
+            self.inner.check(max_steps, num_response)
 
     def init_state(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
-        block = torch.full((rows,), -1, device=device)
+        block = torch.zeros(rows, dtype=torch.long, device=device)
         return {"block": block, "used": torch.zeros_like(block)} | self.inner.init_state(rows, length, device)
 
     def decide(self, step: Step) -> Decision:
-        current, inside = self._current(step.masked, step.place())
+        current, inside = self._current(step.masked, step.place(), step.memory)
         used = torch.where(current == step.memory["block"], step.memory["used"], 0)
         blocks = (step.num_response + self.size - 1) // self.size
         steps = step.max_steps // blocks + (current < step.max_steps % blocks).long()
         inside = step.response & inside
         masked = step.masked & inside
         here = replace(step, index=used, max_steps=steps, masked=masked, response=inside, num_response=inside.sum(-1))
+        if isinstance(self.inner, NetworkPolicy):  # it sees what the denoiser sees
+            block = block_numbers(step.response, self.size)
+            here = replace(here, attention_mask=block_causal(block, step.attention_mask))
         decision = self.inner.decide(here.offered())
         last = (used >= steps - 1)[:, None]
+        reveal = masked & (decision.reveal | last)
         memory = (decision.memory or {}) | {"block": current, "used": used + 1}
-        return decision._replace(reveal=masked & (decision.reveal | last), memory=memory)
+        if not self.inner.remasks:
+            return decision._replace(reveal=reveal, memory=memory)
+        revisable = inside & ~step.masked & ~last
+        remask, edit = (None if where is None else where & revisable for where in (decision.remask, decision.edit))
+        left = masked ^ reveal if remask is None else (masked ^ reveal) | remask
+        done = last[:, 0] if decision.finished is None else last[:, 0] | (decision.finished & ~left.any(-1))
+        memory |= {"block": current + done, "used": torch.where(done, 0, used + 1)}
+        return Decision(reveal, remask=remask, edit=edit, finished=current + done >= blocks, memory=memory)
+
+
+def in_blocks(policy: Policy, size: int) -> Policy:
+    """The rule on a denoiser that was trained for blocks of this size; 0: for none.  A network's own goes inside."""
+    if isinstance(policy, NetworkPolicy) and size:
+        policy = Blocks(size, policy)
+    if size and not (isinstance(policy, Blocks) and policy.size == size):
+        inner = policy.inner if isinstance(policy, Blocks) else policy
+        wanted = f"give the rule as blocks({size},{inner.name}), not {policy.name}"
+        raise UserError(f"the denoiser is block-causal and was trained for blocks of {size}: {wanted}")
+    if size and policy.shadows:
+        raise UserError(f"{policy.name} reads shadows, which a block-causal denoiser does not take: give another rule")
+    return policy
+
+
+def network_of(policy: Policy) -> SelectorNetwork | None:
+    """The network that decides, inside blocks or not."""
+    inner = policy.inner if isinstance(policy, Blocks) else policy
+    return inner.network if isinstance(inner, NetworkPolicy) else None
+
+
+def trained_steps(network: SelectorNetwork | None, num_response: int) -> int | None:
+    """The max_steps that a network was trained for on a response of so many tokens: T, or T for each of its blocks."""
+    if network is None or network.budget is None:
+        return None
+    size = getattr(network, "block_size", 0)
+    return network.budget * (-(-num_response // size) if size else 1)

@@ -27,6 +27,26 @@ def canonical(texts: Sequence[str]) -> list[str]:
         return ["" if molecule is None else Chem.MolToSmiles(molecule) for molecule in found]
 
 
+def drawn(smiles: str) -> str:
+    """The molecule as an SVG; "" where rdkit is not installed or cannot read it."""
+    try:
+        from rdkit import Chem
+        from rdkit.Chem.Draw import rdMolDraw2D
+        from rdkit.rdBase import BlockLogs
+    except ImportError:
+        return ""
+    with BlockLogs():
+        molecule = Chem.MolFromSmiles(smiles) if smiles else None
+    if molecule is None:
+        return ""
+    canvas = rdMolDraw2D.MolDraw2DSVG(240, 160)
+    canvas.drawOptions().clearBackground = False  # type: ignore[assignment]
+    rdMolDraw2D.PrepareAndDrawMolecule(canvas, molecule)
+    canvas.FinishDrawing()
+    text = str(canvas.GetDrawingText())
+    return text[text.index("<svg") :]  # what stands before it names another encoding
+
+
 class Gaussian(NamedTuple):
     mean: np.ndarray  # [D]
     covariance: np.ndarray  # [D, D]

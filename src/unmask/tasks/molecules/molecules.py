@@ -24,7 +24,7 @@ from unmask.errors import UserError, prefixed, require
 from unmask.progress import progress
 from unmask.tasks.cache import Ragged, alone_in, cache_folder, written_whole
 from unmask.tasks.diversity import sequence_codes
-from unmask.tasks.molecules.chemistry import Gaussian, canonical, described, frechet_distance
+from unmask.tasks.molecules.chemistry import Gaussian, canonical, described, drawn, frechet_distance
 from unmask.tasks.molecules.smiles import TOKEN, Molecule, moses_files, parts_of, read_molecules
 from unmask.tasks.puzzles.puzzle import unpadded
 from unmask.tasks.task import LONGEST, Examples, Task, check_choice, check_range, check_split
@@ -83,6 +83,17 @@ class Molecules(Task):
     def check(self) -> None:
         self._rows(self.held_out)
         super().check()
+
+    def kind(self, token: int) -> str:
+        text = self.vocabulary[token]
+        if token == _EOS:
+            return "EOS"
+        if text.lstrip("%").isdigit():
+            return "ring digit"
+        return "bracket" if text in "()" else "bond" if text in "-=#$:/\\~." else "atom"
+
+    def drawing(self, tokens: Sequence[int]) -> str:
+        return drawn(self.text(tokens))
 
     @property
     def test_examples(self) -> int:

@@ -44,6 +44,7 @@ class LatinSquare(Puzzle):
     vocabulary = ("1", "2", "3", "4")
     length = _CELLS
     layout = tuple(tuple(range(start, start + _SIDE)) for start in range(0, _CELLS, _SIDE))
+    grid = (_SIDE, _SIDE)
 
     def __post_init__(self) -> None:
         check_range(self, "clues", 0, _CELLS - 1)

@@ -77,6 +77,10 @@ class Sudoku(Puzzle):
         return geometry(self.box).units[: self.box**2]  # rows
 
     @property
+    def grid(self) -> tuple[int, int]:
+        return self.box**2, self.box
+
+    @property
     def test_examples(self) -> int:
         return len(self._base[self.held_out])
 
