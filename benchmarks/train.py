@@ -565,7 +565,7 @@ only masked positions are projected to the vocabulary.
 
 def write_page() -> None:
     text = INTRODUCTION
-    for path in sorted(RECORDS.glob("*.jsonl")):
+    for path in sorted(set(RECORDS.glob("*.jsonl")) - set(RECORDS.glob("frozen-*"))):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         row = rows[0]
         case = replace(CASES[row["case"]], budget=row.get("budget", CASES[row["case"]].budget))

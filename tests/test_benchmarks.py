@@ -143,3 +143,19 @@ def test_a_cache_is_compared_with_none(block_size):
     assert row["cache"] == ("exact" if block_size else "prefix")
     assert row["score"] is not None
     assert row["equal_tokens"] == 1.0 or not block_size
+
+
+@pytest.mark.parametrize("reads", ["hidden", "logits"])
+def test_an_update_beside_a_frozen_denoiser_leaves_it_as_it_was(reads, monkeypatch):
+    monkeypatch.setitem(sys.modules, "train", train)
+    frozen = load("frozen")
+    monkeypatch.setattr(frozen, "BUDGET", 2)
+    monkeypatch.setattr(frozen, "TRAJECTORIES", 2)
+    denoiser = frozen.random_denoiser(frozen.SHAPES["tiny"], "cpu")
+    before = {name: weight.clone() for name, weight in denoiser.state_dict().items()}
+    row = frozen.measure("tiny", denoiser, reads, "cpu", updates=1, parts=1, compile=False)
+    assert all(torch.equal(weight, before[name]) for name, weight in denoiser.state_dict().items())
+    assert row["milliseconds"] > 0
+    assert row["denoiser_bytes"] == 4 * row["denoiser_parameters"] == 4 * 112_448
+    assert row["selector_parameters"] <= 1_000_000
+    assert 1 < row["mean_steps"] <= 2

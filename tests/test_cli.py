@@ -104,7 +104,11 @@ def test_train_writes_a_run_and_says_what_next(base, call, tmp_path):
     assert (recipe["order"]["budget"], recipe["seed"], recipe["order"]["trajectories"]) == (3, 5, 2)
 
 
-def test_a_recipe_for_a_gpu_runs_on_the_cpu_and_warns(base, call, tmp_path):
+def test_a_recipe_for_a_gpu_runs_on_the_cpu_and_warns(base, call, tmp_path, monkeypatch):
+    assert (
+        "GPU" not in call("train", base / "tiny.toml", "--out", tmp_path / "short", "--cpu", "--set", "compile=true")[2]
+    )
+    monkeypatch.setattr("unmask.training.expected_time.WORTH_TELLING", 0)
     for option in ("compile=true", "precision=bf16"):
         AcceleratorState._reset_state(reset_partial_state=True)  # a process has one precision
         code, _, err = call("train", base / "tiny.toml", "--out", tmp_path / option, "--cpu", "--set", option)
@@ -137,6 +141,7 @@ def test_a_full_gpu(base, refused, tmp_path, monkeypatch):
 
 def test_a_gpu_recipe_on_a_cpu_without_bf16(base, call, tmp_path, monkeypatch):
     """It computes in float32 instead, as fast as this CPU can, and says so."""
+    monkeypatch.setattr("unmask.training.expected_time.WORTH_TELLING", 0)
     weights = []
     for option, precision in (("precision=bf16", "no"), ("precision=no", "no"), ("precision=bf16", "bf16")):
         AcceleratorState._reset_state(reset_partial_state=True)

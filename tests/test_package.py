@@ -16,11 +16,23 @@ TREES = {path.relative_to(SOURCE): ast.parse(path.read_text(encoding="utf-8")) f
 RUN_TIME = {
     "torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "transformers", "accelerate", "typer", "rich",
     "matplotlib", "unmask",
-    "datasets", "rdkit", "fcd_torch", "lm_eval",  # extras: imported only where they are needed
+    # Extras: imported only where they are needed.
+    "datasets", "rdkit", "fcd_torch", "lm_eval", "peft", "diffusers", "sglang",
+    "starlette", "uvicorn", "prometheus_client",
 }  # fmt: skip
 # A package imports from itself and from what stands below it; every other file of unmask/ is a leaf, below all.
 LAYERS = [
-    *("__init__ __main__", "cli lm_eval", "studies", "report", "evaluation", "training", "recipe", "tasks"),
+    *(
+        "__init__ __main__",
+        "cli lm_eval diffusers sglang",
+        "serve",
+        "studies",
+        "report",
+        "evaluation",
+        "training",
+        "recipe",
+        "tasks",
+    ),
     *("models", "decoding", "variational"),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}

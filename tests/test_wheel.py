@@ -38,8 +38,8 @@ def test_the_wheel_holds_every_module_and_recipe(wheel):
     packed = set(zipfile.ZipFile(wheel).namelist())
     sources = [path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src").rglob("*.py")]
     recipes = [f"unmask/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "recipes").rglob("*.toml")]
-    page = [f"unmask/report/page/{path.name}" for path in (ROOT / "src" / "unmask" / "report" / "page").iterdir()]
-    assert sorted({*sources, *recipes, *page, "unmask/py.typed"} - packed) == []
+    pages = [path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "unmask").glob("*/page/*")]
+    assert sorted({*sources, *recipes, *pages, "unmask/py.typed"} - packed) == []
 
 
 DEMO = """

@@ -638,6 +638,50 @@ def policies() -> None:
 
 
 @app.command()
+def serve(
+    runs: Annotated[list[Path], Argument(help="Folders of finished runs.", show_default=False)],
+    host: Annotated[str, Option(help="The address to listen on; 0.0.0.0: all of this machine.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    batch: Annotated[int, Option(min=1, max=1024, help="Sequences that share a pass.")] = 16,
+    queue: Annotated[int, Option(min=1, help="Requests that may wait; those beyond are refused with 429.")] = 256,
+    max_steps: Annotated[int, Option(min=1, max=MOST_STEPS, help="The most steps that a request may ask for.")] = 1000,
+    timeout: Annotated[float, Option(min=0.1, help="Seconds after which a request is given up.")] = 60.0,
+    token: Annotated[
+        str,
+        Option(
+            envvar="UNMASK_TOKEN", help="What clients must send as `Authorization: Bearer TOKEN`.", show_default=False
+        ),
+    ] = "",
+    trust_task: TrustTask = False,
+    cpu: Cpu = False,
+) -> None:
+    """A playground in the browser and an HTTP interface, OpenAI's completions among it; GET /docs tells.
+
+    Requests share the passes of the model, and each gets what it would get alone.  SIGTERM lets those that are being
+    answered finish.
+
+    Example: unmask serve runs/demo --port 8000
+    """
+    from unmask.runtime import Processes
+
+    try:
+        from unmask.serve import app as http
+    except ModuleNotFoundError as error:
+        raise UserError(f"unmask serve needs {error.name}: pip install 'unmask[serve]'") from None
+    from unmask.serve.served import Served
+    from unmask.serve.worker import Worker
+
+    local = host in ("127.0.0.1", "localhost", "::1")
+    if not local and not token:
+        say(f"unmask: whoever reaches {host} can use this server: set UNMASK_TOKEN to ask for a token", err=True)
+    device = Processes(cpu).device
+    models = [Served(run, max_steps, device, trust_task) for run in runs]
+    hosts = ("127.0.0.1", "localhost", "[::1]") if local else ()
+    server = http.Server(models, Worker(batch, queue), http.Limits(timeout, token, hosts))
+    http.run(server, http.listen(host, port), timeout)
+
+
+@app.command()
 def sample(
     run: Run,
     policy: Annotated[

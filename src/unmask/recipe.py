@@ -75,6 +75,7 @@ class ModelRecipe:
     denoiser: str = ""  # one that you have: a folder that `load_denoiser` reads; "exact": the task's own posterior
     bidirectional: bool = False  # with denoiser: a causal model, trained to see both ways
     shift: bool = False  # of a causal model: read each token from the hidden state of the token before it
+    lora: int = 0  # with denoiser: rank of adapters that learn along with the order; 0: it stays as it is
     selector: SelectorRecipe = field(default_factory=SelectorRecipe)
     scorer: ScorerRecipe = field(default_factory=ScorerRecipe)
 
@@ -95,6 +96,10 @@ class ModelRecipe:
             require(not (source and given), f"{name} = {source!r} already says {', '.join(given)}: {either}")
         if self.bidirectional and not self.denoiser:
             raise UserError("bidirectional = true is for a denoiser that you have: give denoiser, or leave it out")
+        _check_range(self, 0, "lora", high=1024)
+        require(
+            not self.lora or bool(self.denoiser), "lora is for a denoiser that you have: give denoiser, or leave it out"
+        )
         if self.shift and not (self.causal or self.bidirectional):
             raise UserError("shift = true is for a causal language model: give causal, or leave shift out")
 
@@ -298,14 +303,21 @@ class Recipe:
             raise UserError("[model] has no shape: give a size such as '34m', or width, layers, heads and intermediate")
 
     def _check_frozen(self) -> None:
-        """A denoiser of the user's stays as it is, so the selector is all that learns."""
+        """Of a denoiser of the user's only the adapters can learn beside the selector."""
         name, model = f"model.denoiser = {self.model.denoiser!r}", self.model
         given = {"init": self.init, "model.causal": model.causal, "model.max_length": model.max_length}
         for other in [other for other, value in given.items() if value]:
             raise UserError(f"{name} is where the run starts, and has a context: leave {other} out")
         require(self.denoise is None, f"{name} stays as it is: leave [denoise] out")
-        alone = self.order is not None and self.order.posterior == "selector" and not self.order.denoiser_rate
-        require(alone, f"{name} is for an order of its own: set order.posterior = 'selector' and denoiser_rate = 0")
+        order = self.order
+        if order is None or order.posterior != "selector":
+            raise UserError(f"{name} is for an order of its own: set order.posterior = 'selector'")
+        if bool(order.denoiser_rate) != bool(model.lora):
+            raise UserError(
+                f"{name} learns along through adapters only: set model.lora, their rank, such as 8, and "
+                "order.denoiser_rate, such as 1e-4; or both to 0, and it stays as it is"
+            )
+        require(not order.continued, f"{name} has a baseline of its own: leave order.continued out")
 
     @property
     def own_code(self) -> list[str]:

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -16,13 +17,16 @@ import torch
 
 Item = TypeVar("Item")
 
+_STAYS_ON_CPU: ContextVar[bool] = ContextVar("stays_on_cpu", default=False)
+
 
 class Processes:
     """Who shares the work, and how what they found comes together.  Accelerate is imported where there are many."""
 
     def __init__(self, cpu: bool = False) -> None:
         self.index, self.count = 0, 1
-        self.device = torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
+        _STAYS_ON_CPU.set(cpu)
+        self.device = chosen_device()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             from accelerate import PartialState
 
@@ -44,6 +48,11 @@ class Processes:
         from accelerate.utils import gather_object
 
         return list(gather_object([item]))
+
+
+def chosen_device() -> torch.device:
+    """A GPU where there is one, unless the command was told to stay on the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() and not _STAYS_ON_CPU.get() else "cpu")
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def test_without_a_word_the_whole_sequence_is_the_response():
     torch.testing.assert_close(denoiser.hidden(padded, attended)[:, 2:], denoiser.hidden(tokens))
 
 
-RULES = ["margin", "threshold:0.5", "iid", "klass", "dus", "stochastic(margin,0.5)"]
+RULES = ["margin", "threshold:0.5", "iid", "klass", "dus", "stochastic(margin,0.5)", "joint-threshold", "p2", "saber"]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -267,6 +267,8 @@ class Plain:
         (block_denoiser(), "blocks(3,margin)", {}, r"trained for blocks of 4: give the rule as blocks\(4,margin\)"),
         (block_denoiser(), "margin", {}, r"trained for blocks of 4: give the rule as blocks\(4,margin\), not margin"),
         (block_denoiser(), "remdm-cap", {}, "trained for blocks of 4"),
+        (block_denoiser(), "blocks(4,wino)", {}, "reads shadows, which a block-causal denoiser does not take"),
+        (small_denoiser(), "blocks(4,wino)", {"cache": "prefix"}, "reads shadows: leave cache out"),
     ],
 )
 def test_bad_input(denoiser, policy, options, message):

@@ -4,6 +4,7 @@ import torch
 from unmask.errors import UserError
 from unmask.models.backbone import SIZES, BackboneConfig
 from unmask.models.networks import Denoiser, OrderScorer, Selector, SelectorConfig
+from unmask.recipe import load_recipe
 from unmask.variational.posterior import sample_trajectories
 
 V = 5
@@ -128,6 +129,10 @@ def test_a_selector_of_logits_reads_no_hidden_states():
     assert not torch.allclose(network(hidden, confidences + 0.1, masked, t), before)
     with pytest.raises(UserError, match="reads must be hidden or logits, got 'both'"):
         selector(reads="both")
+    for name in ("order-for-your-model", "gsm8k-30m-self"):
+        shape = load_recipe(name, ["init=run"] if name == "gsm8k-30m-self" else []).model.selector
+        config = SelectorConfig(shape.width, shape.layers, shape.heads, 16, prices=(0.1, 1.0), reads="logits")
+        assert sum(parameter.numel() for parameter in Selector(config, 4096).parameters()) <= 1_000_000
 
 
 @torch.no_grad()

@@ -76,7 +76,7 @@ def test_records_round_trip(tmp_path):
 
 
 def test_the_key_is_a_hash_of_what_was_asked():
-    """Of its JSON with sorted keys, no spaces, no cache of none; where and when it ran does not matter, all else does."""
+    """Of its JSON with sorted keys, no spaces, no cache of none; where and when it ran does not matter."""
     asked = dataclasses.asdict(LEARNED.spec)
     assert asked.pop("cache") == "none"
     text = json.dumps(asked, sort_keys=True, separators=(",", ":"))

@@ -13,6 +13,7 @@ import torch
 
 import unmask
 from unmask.errors import UserError
+from unmask.runtime import Processes, chosen_device
 from unmask.tasks.molecules.chemistry import Gaussian, canonical, described, frechet_distance
 from unmask.tasks.molecules.molecules import CACHE_FILE, Molecules
 from unmask.tasks.molecules.smiles import parts_of
@@ -248,6 +249,10 @@ def test_the_distance_of_gaussians():
 
 def test_fcd_is_that_of_the_package(rdkit, tmp_path):
     fcd = pytest.importorskip("fcd_torch", reason="pip install 'unmask[molecules]'").FCD(canonize=False)
+    with pytest.MonkeyPatch.context() as patch:  # with --cpu a GPU is left alone
+        patch.setattr("torch.cuda.is_available", lambda: True)
+        assert Processes(cpu=True).device == chosen_device() == torch.device("cpu")
+        assert Processes().device == chosen_device() == torch.device("cuda")
     theirs = fcd.precalc(CHAINS[:6])
     ours = described(CHAINS[:6])
     assert ours.mean == pytest.approx(theirs["mu"], abs=1e-6)

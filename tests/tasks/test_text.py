@@ -63,6 +63,8 @@ def test_every_text_in_its_order_and_a_bad_line_is_named(shards):
         shards[1].write_text(f"{whole}\n{line}\n")
         with pytest.raises(UserError, match=r"b\.jsonl, line 17: not an object with a text 'text'"):
             list(read_texts(shards, ["text"]))
+    shards[1].write_text(whole, encoding="utf-8-sig")  # as Windows writes it
+    assert [found for (found,), _ in read_texts(shards, ["text"])] == LINES
     shards[1].write_bytes(b"\xff\xfe\n")
     with pytest.raises(UserError, match=r"b\.jsonl, line 1: not UTF-8"):
         list(read_texts(shards, ["text"]))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from functools import partial
 
 import pytest
@@ -288,6 +289,15 @@ def test_the_denoiser_is_found_again_or_refused(here, refused, call):  # noqa: F
         OrderModel.from_pretrained("run", denoiser=unmask.load_denoiser("moved"))
 
 
+def test_a_smaller_vocabulary_is_refused_even_where_any_denoiser_will_do(here, refused):
+    train()
+    build("bert", vocab_size=7).save_pretrained("smaller")
+    words = word_level_tokenizer(WORDS[:6])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, mask_token="[MASK]").save_pretrained("smaller")
+    said = refused("sample", "run", "--prompt", "a", "--denoiser", "smaller", "--any-denoiser")
+    assert "smaller knows 7 tokens, and the order in run was learned with 11: give a denoiser with the same" in said
+
+
 def test_what_is_shared_does_not_tell_where_the_denoiser_lay(here):
     train().save_pretrained("shared", here=False)
     assert str(here) not in (here / "shared" / "config.json").read_text()
@@ -403,7 +413,7 @@ def test_bad_input_is_one_line(here, refused):
     assert "leave model.max_length out" in said("model.max_length=9")
     assert "denoiser = 'my-model' already says size" in said("model.size=6m")
     assert "give causal, or leave shift out" in said("model.shift=true")
-    assert "set order.posterior = 'selector'" in said("order.denoiser_rate=0.1")
+    assert "set order.posterior = 'selector'" in said("order={budget=4,updates=1,batch=2}")
 
     word_level_tokenizer(["x", *WORDS]).save("other.json")
     assert "it has another tokenizer than task text" in said("task.tokenizer=other.json", "task.eos=a")
@@ -433,3 +443,114 @@ def test_bad_prompts_and_a_model_without_hidden_states(here, refused):
     with pytest.raises(UserError, match=r"it gives no hidden states: set model\.selector\.reads = 'logits'"):
         train("model.selector.reads=hidden", out="x")
     assert train(out="x").config.selector.reads == "logits"
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapted(request):
+    """A denoiser in float64 whose adapters are not 0, and the logits of a padded batch before there were any."""
+    pytest.importorskip("peft", reason="pip install 'unmask[lora]'")
+    torch.manual_seed(0)
+    denoiser = FrozenDenoiser(unmask.load_denoiser(build("bert").double(), mask_token_id=MASK))
+    tokens, mask = SEQUENCES[0][None], torch.tensor([[1, 1, 1, 1, 0]]).bool()
+    before = denoiser.logits(denoiser.hidden(tokens, mask)[0])
+    denoiser.adapt(2)
+    assert torch.equal(denoiser.logits(denoiser.hidden(tokens, mask)[0]), before), "at first it is what it was"
+    for parameter in denoiser.adapters.values():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return denoiser, lambda: denoiser.logits(denoiser.hidden(tokens, mask)[0]), before
+
+
+def test_merged_adapters_give_the_same_logits(adapted):
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    denoiser, logits, before = adapted
+    found, fingerprint = logits(), denoiser.fingerprint
+    layers = [part for part in denoiser.modules() if isinstance(part, BaseTunerLayer)]
+    assert len(layers) == 2 * 6 + 1, "all linear layers but that of the vocabulary"
+    for layer in layers:
+        layer.merge()
+    torch.testing.assert_close(logits(), found, rtol=0, atol=1e-10)
+    assert (found - before)[:, :MASK].abs().max() > 0.1
+    assert denoiser.fingerprint == fingerprint, "which is that of the denoiser without them"
+
+
+def test_only_adapters_have_gradients_and_they_are_exact(adapted):
+    """Of S g_t, against a difference quotient, with all else held."""
+    denoiser = adapted[0]
+    objective = SelfObjective(model_of(denoiser), K, BUDGET, seed=0, learn_denoiser=True)
+    denoiser.requires_grad_(True)
+    examples = batch([0, 1], extra=2)
+    orders = objective.orders(examples, IDS, torch.full((2,), BUDGET), PRICE)
+    objective._one_step(examples, IDS, orders).sum().backward()
+    adapters = list(denoiser.adapters.values())
+    assert all(parameter.grad is not None for parameter in adapters)
+    ours = {id(parameter) for parameter in adapters}
+    assert all(p.grad is None and not p.requires_grad for p in denoiser.parameters() if id(p) not in ours)
+    for parameter in adapters[::5]:
+        with torch.no_grad():
+            at, step, ends = int(parameter.grad.abs().argmax()), 1e-6, []
+            for sign in (1, -2):
+                parameter.view(-1)[at] += sign * step
+                ends.append(float(objective._one_step(examples, IDS, orders).sum()))
+            parameter.view(-1)[at] += step
+        quotient, gradient = (ends[0] - ends[1]) / (2 * step), float(parameter.grad.view(-1)[at])
+        assert abs(gradient) > 1e-3
+        assert abs(quotient - gradient) < 1e-5 * max(1, abs(gradient))
+
+
+JOINT = ["model.lora=2", "order.denoiser_rate=0.05", "saving.every_updates=1"]
+
+
+def test_adapters_learn_along_and_are_kept_with_the_order(here, call):  # noqa: F811
+    pytest.importorskip("peft", reason="pip install 'unmask[lora]'")
+
+    def die_in(stage, at):
+        def on_update(now, update):
+            if (now.label, update) == (stage, at):
+                raise KeyboardInterrupt
+
+        return on_update
+
+    before = weights(unmask.load_denoiser("my-model"))
+    model = train(*JOINT)
+    learned = weights(model.denoiser.adapters)
+    assert any(value.any() for name, value in learned.items() if "lora_B" in name)
+    assert same(before, weights(unmask.load_denoiser("my-model")))
+    assert {name.partition(".")[0] for name in load_file("run/model.safetensors")} == {"selector", "adapters"}
+    again, plain = OrderModel.from_pretrained("run"), OrderModel.from_pretrained("run/baseline")
+    assert same(weights(again.denoiser.adapters), learned)
+    assert plain.selector is None
+    assert not same(weights(plain.denoiser.adapters), learned), "the rivals run on a denoiser that learned as long"
+    tokens = SEQUENCES[1][None]
+    hidden = [part.denoiser.hidden(tokens) for part in (model, again, plain)]
+    assert torch.equal(hidden[0], hidden[1])
+    assert not torch.allclose(hidden[0], hidden[2])
+    for stage in ("order", "baseline"):
+        with pytest.raises(KeyboardInterrupt):
+            train(*JOINT, out=stage, on_update=die_in(stage, 2))
+        assert same(weights(train(*JOINT, out=stage).denoiser.adapters), learned)
+        assert same(weights(OrderModel.from_pretrained(f"{stage}/baseline").denoiser), weights(plain.denoiser))
+    records = unmask.evaluate("run", policies=["learned", "iid"], cpu=True)
+    assert len({record.spec.denoiser for record in records}) == 2
+    given = unmask.load_denoiser("my-model")
+    other = train(*JOINT, "order.selector_rate=0.2", out="given", denoiser=given)
+    assert not same(weights(other.denoiser.adapters), learned), "other orders visit other states"
+    assert same(before, weights(given)), "a copy gets the adapters"
+    alike = OrderModel.from_pretrained("given/baseline", denoiser=given).denoiser.adapters
+    assert same(weights(alike), weights(plain.denoiser.adapters)), "the baseline knows nothing of the order"
+    assert unmask.evaluate("given", policies=["learned"], denoiser=given, cpu=True)[0].spec.learned
+
+
+def test_bad_input_about_adapters(here, refused, monkeypatch):
+    def said(*overrides):
+        words = [word for value in (*SMALL, *overrides) for word in ("--set", value)]
+        return refused("train", "order-for-your-model", "--out", "run", "--cpu", *words)
+
+    assert "learns along through adapters only: set model.lora" in said("order.denoiser_rate=0.1")
+    assert "learns along through adapters only: set model.lora" in said("model.lora=4")
+    assert "lora must be between 0 and 1,024" in said("model.lora=-1")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert "made by peft: pip install 'unmask[lora]'" in said(*JOINT)

@@ -166,7 +166,8 @@ def test_training_from_an_smdm_file(home, tmp_path):
     assert "set task.tokenizer to a folder" in refused(tmp_path, *start, sizes, "task.tokenizer=''")
 
 
-def test_a_recipe_for_a_gpu_tells_the_time_on_a_cpu(home, tmp_path, capsys):
+def test_a_recipe_for_a_gpu_tells_the_time_on_a_cpu(home, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("unmask.training.expected_time.WORTH_TELLING", 0)
     train(recipe("compile=true", "order.denoiser_rate=0.0"), tmp_path / "run", cpu=True)
     said = [line for line in capsys.readouterr().err.splitlines() if "meant for a GPU" in line]
     assert len(said) == 1

@@ -52,7 +52,7 @@ class Kept:
         last = block.amax(-1)
         current = torch.where(canvas.masked, block, last[:, None]).amin(-1)  # [b]: c
         if self.policy.remasks:  # a block without masks may still be revised
-            current = torch.minimum(current, canvas.memory["block"])
+            current = torch.minimum(current, 1 + canvas.memory["block"])
         compute = attended & self._to_compute(block, current, last, attended & (tokens != self.tokens))
         rows = torch.arange(len(canvas), device=tokens.device) if rows is None else rows
         widths = compute[rows].sum(-1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from unmask import rng
 from unmask.decoding.tokens import Allowed, TokenChoice
 from unmask.errors import UserError, require
 
@@ -19,7 +20,8 @@ class Canvas:
     """b sequences of L positions, each at its own step."""
 
     row: Tensor  # [b]: its place among the prompts
-    id: Tensor  # [b]: names its random streams
+    seed: Tensor  # [b]: with the id, it names its random streams
+    id: Tensor  # [b]
     slot: Tensor  # [b]: its place in the batch, for what the loop keeps beside the canvas
     live: Tensor  # [b] bool: False where a batch of fixed size has nothing to do any more
     tokens: Tensor  # [b, L]
@@ -67,6 +69,7 @@ def blank_canvas(
     ids: Tensor | None,
     mask_token_id: int,
     num_tokens: int | None = None,  # ids from here on do not exist; None: not known
+    seed: int = 0,
 ) -> Canvas:
     """Prompts as a canvas, with padding on the right: a denoiser that counts positions from the left, as BERT does,
     then gives every sequence those that it has alone."""
@@ -88,6 +91,7 @@ def blank_canvas(
     rows = torch.arange(B, device=device)
     return Canvas(
         row=rows,
+        seed=torch.full_like(rows, rng.signed(seed)),
         id=ids,
         slot=rows.clone(),
         live=torch.ones_like(rows, dtype=torch.bool),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, cast
@@ -11,7 +12,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from unmask import rng
 from unmask.decoding.cache import Cache, Kept, check_cache
 from unmask.decoding.canvas import Canvas, blank_canvas, checked_allowed
 from unmask.decoding.confidence import Confidence
@@ -128,21 +128,25 @@ class _Turn:
 
     def result(self) -> Generation:
         """Outside of inference mode these are ordinary tensors."""
-        whole, stepper = self.whole, self.stepper
-        attended = torch.ones_like(whole.response) if whole.attention_mask is None else whole.attention_mask
-        positions = whole.column.argsort(-1)  # [B, L]: where each place of the prompts stands in the canvas
-        return Generation(
-            tokens=whole.tokens.gather(-1, positions),
-            masked=whole.masked.gather(-1, positions),
-            reveal_step=whole.reveal_step.gather(-1, positions),
-            revisions=whole.revisions.gather(-1, positions),
-            num_steps=whole.index.clone(),
-            num_passes=(whole.passes if stepper.skips else whole.index) * stepper.passes,
-            nothing_selected=whole.nothing_selected.clone(),
-            attention_mask=attended.gather(-1, positions),
-            num_forwards=stepper.forwards,
-            memory_bytes=self.memory_bytes,
-        )
+        return generation(self.whole, self.stepper, self.memory_bytes)
+
+
+def generation(canvas: Canvas, stepper: Stepper, memory_bytes: int) -> Generation:
+    """What stands on a canvas, as the prompts were given."""
+    attended = torch.ones_like(canvas.response) if canvas.attention_mask is None else canvas.attention_mask
+    positions = canvas.column.argsort(-1)  # [B, L]: where each place of the prompts stands in the canvas
+    return Generation(
+        tokens=canvas.tokens.gather(-1, positions),
+        masked=canvas.masked.gather(-1, positions),
+        reveal_step=canvas.reveal_step.gather(-1, positions),
+        revisions=canvas.revisions.gather(-1, positions),
+        num_steps=canvas.index.clone(),
+        num_passes=(canvas.passes if stepper.skips else canvas.index) * stepper.passes,
+        nothing_selected=canvas.nothing_selected.clone(),
+        attention_mask=attended.gather(-1, positions),
+        num_forwards=stepper.forwards,
+        memory_bytes=memory_bytes,
+    )
 
 
 class Engine:
@@ -235,6 +239,30 @@ class Engine:
         for turn in self._turns(prompts, seed, ids, attention_mask, allowed, lambda sequences: None, watched=True):
             yield turn.result()
 
+    def mode(self) -> AbstractContextManager[object]:
+        """What every pass runs in.
+
+        Inference mode launches kernels faster, but its tensors cannot take part in training: a model that might keep
+        one, such as a table that it fills in on first use, runs without.  Derived classes must declare it themselves.
+        """
+        keeps_nothing = vars(type(self.denoiser)).get("keeps_no_tensors", False)
+        return torch.inference_mode() if keeps_nothing else torch.no_grad()
+
+    def canvas(
+        self, prompts: Tensor | Sequence[Tensor], seed: int, ids: Tensor | None, attention_mask: Tensor | None
+    ) -> Canvas:
+        """Prompts before the first step; UserError where the rule cannot write them."""
+        seed = _whole_number("seed", seed)
+        mask, size = self.denoiser.mask_token_id, getattr(self.denoiser, "vocab_size", None)
+        canvas = blank_canvas(prompts, attention_mask, ids, mask, None if size is None else max(size, mask + 1), seed)
+        self.policy.check(self.max_steps, canvas.num_response)
+        return canvas
+
+    def to_read(self, sizes: Sequence[int], masks: int) -> int:
+        """The most positions that the next step reads of responses of these sizes, with `masks` left in them all."""
+        whole, most = sum(sizes) if self.policy.reads_revealed else masks, self.policy.most_read
+        return whole if most is None else min(whole, most * len(sizes))
+
     def _turns(
         self,
         prompts: Tensor | Sequence[Tensor],
@@ -246,23 +274,17 @@ class Engine:
         watched: bool,  # somebody looks at what stands after each step, not at the end alone
     ) -> Iterator[_Turn]:
         """The loop of `generate` and `stream`, one step at a time."""
-        # Inference mode launches kernels faster, but its tensors cannot take part in training: a model that might keep
-        # one, such as a table that it fills in on first use, runs without.  Derived classes must declare it themselves.
-        keeps_nothing = vars(type(self.denoiser)).get("keeps_no_tensors", False)
-        mode = torch.inference_mode if keeps_nothing else torch.no_grad
-        seed = _whole_number("seed", seed)
-        mask, size = self.denoiser.mask_token_id, getattr(self.denoiser, "vocab_size", None)
-        with mode():
-            whole = blank_canvas(prompts, attention_mask, ids, mask, None if size is None else max(size, mask + 1))
-            self.policy.check(self.max_steps, whole.num_response)
+        with self.mode():
+            whole = self.canvas(prompts, seed, ids, attention_mask)
             lists = isinstance(prompts, Sequence) or not isinstance(allowed, Sequence)
             require(lists, "a list of masks goes with a list of prompts: give allowed as [L, V] or [B, L, V]")
+            mask = self.denoiser.mask_token_id
             allowed = None if allowed is None else checked_allowed(allowed, whole, self.choice, mask)
             if self.compile and allowed is not None and not isinstance(allowed, Tensor):
                 raise UserError("a function of allowed tokens cannot be compiled: give a mask, or leave compile out")
-        turns = self._write(whole, seed, allowed, on_finished)
+        turns = self._write(whole, allowed, on_finished)
         while True:
-            with mode():  # not while somebody else's code runs between the steps
+            with self.mode():  # not while somebody else's code runs between the steps
                 turn = next(turns, None)
                 if turn is not None and watched:
                     turn.record()
@@ -270,21 +292,17 @@ class Engine:
                 return
             yield turn
 
-    def _write(
-        self, whole: Canvas, seed: int, allowed: Allowed | None, on_finished: Callable[[int], None]
-    ) -> Iterator[_Turn]:
+    def _write(self, whole: Canvas, allowed: Allowed | None, on_finished: Callable[[int], None]) -> Iterator[_Turn]:
         """Write all sequences."""
         sizes, total = whole.num_response.tolist(), len(whole)
-        stepper, active = self._start(whole, seed, allowed)
+        stepper, active = self._start(whole, allowed)
         # What the host knows of each row of the batch: the sequence that it holds, None if it idles, and its steps.
         rows: list[int | None] = [row if row < total else None for row in range(len(active))]
         steps, entered, left = [0] * len(active), min(len(active), total), total
         masks, kept = sum(sizes[:entered]), 0
         try:
             while left:
-                to_read = sum(sizes[row] for row in rows if row is not None) if self.policy.reads_revealed else masks
-                if self.policy.most_read is not None:
-                    to_read = min(to_read, self.policy.most_read * (len(rows) - rows.count(None)))
+                to_read = self.to_read([sizes[row] for row in rows if row is not None], masks)
                 over, masks = stepper.advance(active, steps, to_read)
                 steps, kept = [step + 1 for step in steps], max(kept, stepper.num_bytes(active))
                 if self.choice.stop_strings:
@@ -321,7 +339,7 @@ class Engine:
         finally:
             self._kept = (stepper, active) if self.compile else None
 
-    def _start(self, whole: Canvas, seed: int, allowed: Allowed | None) -> tuple[Stepper, Canvas]:
+    def _start(self, whole: Canvas, allowed: Allowed | None) -> tuple[Stepper, Canvas]:
         """The first batch, and what takes it further."""
         size = self.batch_size or len(whole)
         active = whole
@@ -349,7 +367,6 @@ class Engine:
                 states = Kept(cast(CachingDenoiser, self.denoiser), self.policy, active)
             stepper = Stepper(*settings, active, longest, self.fixed_shapes, self.compile, states)
             stepper.allowed = allowed.clone() if self.compile and isinstance(allowed, Tensor) else allowed
-        stepper.seed.fill_(rng.signed(seed))
         stepper.forwards = 0
         return stepper, active
 

@@ -59,7 +59,6 @@ class Stepper:
         self.forwards = 0  # denoiser rows evaluated
         device = canvas.tokens.device
         self.last, self.max_steps = max_steps - 1, torch.tensor(max_steps, device=device)
-        self.seed = torch.tensor(0, device=device)  # a tensor: a CUDA graph would keep a number for ever
         self.batch, self.length = canvas.tokens.shape
         self.longest, self.padded = longest, canvas.attention_mask is not None
         self.chunk, self.score_dtype = 0, torch.float32  # positions, log p; set by the first pass, which shows V
@@ -138,7 +137,7 @@ class Stepper:
         return (
             shapes[0] == shapes[1]
             and longest <= self.longest
-            and found == (self.batch, self.length, self.seed.device, self.padded)
+            and found == (self.batch, self.length, self.max_steps.device, self.padded)
         )
 
     def forget_draws(self) -> None:
@@ -335,7 +334,7 @@ class Stepper:
         if choice.temperature > 0:
             row = at // self.length
             words = canvas.index[row], canvas.id[row], canvas.position.flatten()[at]
-            uniforms = rng.uniforms(self.seed, rng.Purpose.TOKEN, *words, dtype=torch.float64)
+            uniforms = rng.uniforms(canvas.seed[row], rng.Purpose.TOKEN, *words, dtype=torch.float64)
             proposal = choice.sample(logits, uniforms)
         if not wanted:
             return proposal, peak[None]
@@ -542,14 +541,14 @@ class Stepper:
 
     def _uniforms(self, canvas: Canvas) -> Tensor:
         """[b, L + 1]: one draw per position, and under the position -1 one for the whole sequence."""
-        steps, ids = canvas.index[:, None, None], canvas.id[:, None, None]
+        steps, seeds, ids = (each[:, None, None] for each in (canvas.index, canvas.seed, canvas.id))
         if not self.static:  # a hash takes dozens of kernels, for one step or many
             if self.turn - self.drawn_at < self.drawn.shape[1]:
                 return self.drawn[:, self.turn - self.drawn_at]
             ahead = torch.arange(max(1, min(self.last, AHEAD // canvas.tokens.numel())), device=steps.device)
             steps = steps + ahead[:, None]  # [b, steps, 1]
         positions = torch.cat([canvas.position, torch.full_like(canvas.position[:, :1], -1)], dim=-1)[:, None]
-        drawn = rng.uniforms(self.seed, rng.Purpose.REVEAL, steps, ids, positions, dtype=torch.float64)
+        drawn = rng.uniforms(seeds, rng.Purpose.REVEAL, steps, ids, positions, dtype=torch.float64)
         if not self.static:
             self.drawn, self.drawn_at = drawn, self.turn
         return drawn[:, 0]

@@ -98,6 +98,8 @@ class Setup:
 
 def fingerprint(denoiser: AnyModel) -> str:
     """What records call a denoiser: by its weights, or by the task whose posterior it is."""
+    if isinstance(denoiser, FrozenDenoiser) and denoiser.lora:
+        return f"{denoiser.fingerprint}+{weights_hash(denoiser.adapters)}"
     if isinstance(denoiser, ExactDenoiser | FrozenDenoiser):
         return denoiser.fingerprint
     return weights_hash(denoiser)

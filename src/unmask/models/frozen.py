@@ -1,4 +1,7 @@
-"""A denoiser that is only asked: of the user's, as `load_denoiser` gives it.  An order for it is kept without it."""
+"""A denoiser that is only asked: of the user's, as `load_denoiser` gives it.  An order for it is kept without it.
+
+With adapters (LoRA) it learns along: its own weights stay as they are, and the adapters are kept with the order.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unmask.errors import UserError
 from unmask.models.backbone import Backbone
 from unmask.models.packing import Layout
 
+ADAPTER = "unmask"  # what peft calls ours
 SAMPLED = 1024  # values of a parameter that go into a fingerprint, besides the sum of all
 
 
@@ -25,12 +30,14 @@ class FrozenConfig:
     max_length: int  # its context; 0: not known
     bidirectional: bool = False  # how `load_denoiser` reads a causal model
     shift: bool = False
+    lora: int = 0  # rank of the adapters that learned along; 0: none
 
 
 class FrozenDenoiser(nn.Module):
     """Runs without gradients, dropout and autocast, in the precision of its weights: `place` chooses it.
 
     network: a `LoadedDenoiser`.  Its weights are not saved with an order, and no optimiser sees them.
+    After `adapt` it runs with gradients where they are wanted, which only the adapters keep.
     """
 
     place_word: Tensor
@@ -45,7 +52,7 @@ class FrozenDenoiser(nn.Module):
         backbone = getattr(network, "backbone", None)
         self.block_size: int = getattr(network, "block_size", 0)
         self.can_cache: bool = getattr(network, "can_cache", False)
-        self.takes_layout = isinstance(backbone, Backbone)
+        self.takes_layout, self.lora = isinstance(backbone, Backbone), 0
         self.register_buffer("place_word", torch.zeros(()), persistent=False)  # where it is, if it has no weights
         self.requires_grad_(False).eval()
         self.width, self.vocab_size = 0, getattr(network, "vocab_size", None)  # of hidden states; None: not known
@@ -60,22 +67,57 @@ class FrozenDenoiser(nn.Module):
             self.width = 0 if hidden[0].shape == logits.shape else hidden.shape[-1]
 
     def config(self, folder: str, **read_as: bool) -> FrozenConfig:
-        return FrozenConfig(folder, self.fingerprint, self.width, self.context_length or 0, **read_as)
+        return FrozenConfig(folder, self.fingerprint, self.width, self.context_length or 0, lora=self.lora, **read_as)
+
+    def adapt(self, rank: int) -> None:
+        """Give the linear layers of its network, but those that give logits, adapters of this rank, in place.
+
+        W x + 2 B A x,      A [rank, in] random, B [out, rank] = 0: at first it is what it was
+        """
+        if rank == self.lora:
+            return
+        try:
+            from peft import LoraConfig, inject_adapter_in_model
+        except ImportError:
+            raise UserError("adapters (model.lora) are made by peft: pip install 'unmask[lora]'") from None
+        linear = {name: part for name, part in self.network.named_modules() if isinstance(part, nn.Linear)}
+        inner = [name for name, part in linear.items() if part.out_features != self.vocab_size]
+        if not inner:
+            raise UserError("the denoiser has no linear layers for adapters: leave model.lora out")
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=inner), self.network, ADAPTER)
+        self.lora = rank
+        self.requires_grad_(False).eval()
+
+    @property
+    def adapters(self) -> nn.ParameterDict:
+        """Those of `adapt`, by the names of their layers."""
+        named = self.network.named_parameters() if self.lora else ()
+        return nn.ParameterDict({name.replace(".", "/"): p for name, p in named if f".{ADAPTER}." in name})
+
+    def requires_grad_(self, requires_grad: bool = True) -> FrozenDenoiser:
+        """Of the adapters alone."""
+        super().requires_grad_(False)
+        self.adapters.requires_grad_(requires_grad)
+        return self
 
     def train(self, mode: bool = True) -> FrozenDenoiser:
         """It stays in eval mode."""
         return super().train(False)
 
     def place(self, device: torch.device) -> None:
-        """Move it: bfloat16 on a GPU, float32 on a CPU.  Buffers, such as rotary frequencies, keep their precision."""
+        """Move it: bfloat16 on a GPU, float32 on a CPU.  Buffers, such as rotary frequencies, keep their precision.
+
+        Adapters are in float32: an update may be too small for bfloat16.
+        """
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        for parameter in self.parameters():
+        learning = {id(parameter) for parameter in self.adapters.values()}
+        for parameter in (p for p in self.parameters() if id(p) not in learning):
             parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
         self.to(device)
 
     def hidden(self, tokens: Tensor, attention_mask: Tensor | Layout | None = None) -> Tensor:
         """[B, L, D] of tokens [B, L].  What trains gives a layout, with padding on either side."""
-        with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
+        with self._gradients(), torch.autocast(tokens.device.type, enabled=False):
             if self.takes_layout or not isinstance(attention_mask, Layout):
                 hidden: Tensor = self.network.hidden(tokens, attention_mask)
                 return hidden
@@ -104,9 +146,12 @@ class FrozenDenoiser(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, V] from hidden states [M, D]."""
-        with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        with self._gradients(), torch.autocast(hidden.device.type, enabled=False):
             logits: Tensor = self.network.logits(hidden)
             return logits
+
+    def _gradients(self) -> torch.set_grad_enabled:
+        return torch.set_grad_enabled(self.lora > 0 and torch.is_grad_enabled())
 
 
 def weights_fingerprint(network: nn.Module) -> str:

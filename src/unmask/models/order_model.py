@@ -5,6 +5,7 @@ An order for a denoiser of the user's is kept without it: config.json says where
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import shutil
@@ -96,8 +97,10 @@ class OrderModel(nn.Module):
     @property
     def stored(self) -> nn.ModuleDict:
         """The networks that are saved."""
-        parts = self.named_children()
-        return nn.ModuleDict({name: part for name, part in parts if not isinstance(part, FrozenDenoiser)})
+        parts = {name: part for name, part in self.named_children() if not isinstance(part, FrozenDenoiser)}
+        if isinstance(self.denoiser, FrozenDenoiser) and self.denoiser.lora:
+            parts["adapters"] = self.denoiser.adapters
+        return nn.ModuleDict(parts)
 
     def place(self, device: torch.device) -> OrderModel:
         """Move it to a device; a frozen denoiser is bfloat16 on a GPU and float32 on a CPU."""
@@ -161,31 +164,12 @@ class OrderModel(nn.Module):
         denoiser: that of an order which is kept without it, if it does not lie where it lay: a folder, or what
             `load_denoiser` gave.  any_denoiser: run the order on it even if it is another one.
         """
-        folder = hub.local_folder(folder)
-        if not folder.is_dir():
-            raise ModelFolderError(f"{folder}: no such folder; give the run folder of a finished `unmask train`")
-        for name in MODEL_FILES:
-            if not (folder / name).is_file():
-                raise ModelFolderError(
-                    f"{folder}: {name} is missing, so no finished model is here: finish its training, or restore the "
-                    "file from a copy"
-                )
-        try:
-            files.check(folder, *MODEL_FILES)
-        except files.ChecksumError as error:
-            raise ModelFolderError(str(error)) from None
-        config, weights = _read_config(folder / "config.json"), folder / "model.safetensors"
+        folder, config = _checked(folder)
         with _damaged(folder / "tokenizer.json", Exception):  # tokenizers raises plain Exception
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         check_memory(config, copies=1)
         model = cls(config, tokenizer, _frozen(config, folder, denoiser, any_denoiser))
-        with _damaged(weights, SafetensorError):
-            tensors = load_file(weights)
-        try:
-            model.stored.load_state_dict(tensors)
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[-1].strip()
-            raise ModelFolderError(f"{weights} does not fit config.json: {reason}") from None
+        _load_weights(model.stored, folder / "model.safetensors")
         return model.eval().to(device=device, dtype=dtype)
 
     def generate(
@@ -215,6 +199,16 @@ class OrderModel(nn.Module):
             attention_mask = torch.cat([attention_mask.bool(), torch.ones_like(new, dtype=torch.bool)], dim=-1)
         prompts = torch.cat([input_ids, new], dim=-1)
         return generate(self.denoiser, prompts, rule, max_steps, attention_mask=attention_mask, **options).tokens
+
+
+def load_selector(folder: str | Path) -> Selector:
+    """The selector of a run without its denoiser, in eval mode.  folder: as that of `from_pretrained`."""
+    folder, config = _checked(folder)
+    if config.selector is None:
+        raise ModelFolderError(f"{folder} has no learned order: give the run folder of one")
+    selector = Selector(config.selector, config.denoiser.width, SELECTIONS[config.selection])
+    _load_weights(selector, folder / "model.safetensors", "selector.")
+    return selector.eval()
 
 
 def check_memory(config: OrderModelConfig, copies: int) -> None:
@@ -263,13 +257,54 @@ def _frozen(config: OrderModelConfig, folder: Path, given: Any, any_denoiser: bo
         if not Path(source).expanduser().is_dir():
             raise ModelFolderError(f"the denoiser of {folder} is not in {source}: give its folder with --denoiser")
         source = load_denoiser(source, bidirectional=named.bidirectional, shift=named.shift)
-    frozen = source if isinstance(source, FrozenDenoiser) else FrozenDenoiser(source)
+        given = None
+    if not isinstance(source, FrozenDenoiser):
+        source = FrozenDenoiser(copy.deepcopy(source) if given is not None and named.lora else source)
+    frozen: FrozenDenoiser = source
     if frozen.fingerprint != named.fingerprint and not any_denoiser:
         raise ModelFolderError(
             f"the order in {folder} was learned for another denoiser ({named.fingerprint}) than {name} "
             f"({frozen.fingerprint}): give that one with --denoiser, or run it on this one with --any-denoiser"
         )
+    known = max(frozen.vocab_size or config.vocab_size, frozen.mask_token_id + 1)
+    if known < config.vocab_size:
+        raise ModelFolderError(
+            f"{name} knows {known} tokens, and the order in {folder} was learned with {config.vocab_size}: give a "
+            "denoiser with the same tokenizer (--denoiser)"
+        )
+    frozen.adapt(named.lora)
     return frozen
+
+
+def _checked(folder: str | Path) -> tuple[Path, OrderModelConfig]:
+    """The folder of a finished model, here or from the hub, and its configuration; ModelFolderError if it is none."""
+    folder = hub.local_folder(folder)
+    if not folder.is_dir():
+        raise ModelFolderError(f"{folder}: no such folder; give the run folder of a finished `unmask train`")
+    for name in MODEL_FILES:
+        if not (folder / name).is_file():
+            raise ModelFolderError(
+                f"{folder}: {name} is missing, so no finished model is here: finish its training, or restore the "
+                "file from a copy"
+            )
+    try:
+        files.check(folder, *MODEL_FILES)
+    except files.ChecksumError as error:
+        raise ModelFolderError(str(error)) from None
+    return folder, _read_config(folder / "config.json")
+
+
+def _load_weights(network: nn.Module, path: Path, prefix: str = "") -> None:
+    """Those whose names have this prefix."""
+    with _damaged(path, SafetensorError):
+        tensors = load_file(path)
+    try:
+        network.load_state_dict(
+            {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        )
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise ModelFolderError(f"{path} does not fit config.json: {reason}") from None
 
 
 def _read_config(path: Path) -> OrderModelConfig:

@@ -6,11 +6,26 @@ Legend: B sequences, L positions, M tokens that are no padding.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+_PADDING_STAYS = ContextVar("padding stays", default=False)
+
+
+@contextmanager
+def padding_stays() -> Iterator[None]:
+    """In here padding is masked, not left out: the shapes of products do not follow the lengths of the sequences."""
+    before = _PADDING_STAYS.set(True)
+    try:
+        yield
+    finally:
+        _PADDING_STAYS.reset(before)
 
 
 class Spans(NamedTuple):
@@ -54,7 +69,8 @@ class Layout(NamedTuple):
             positions = (attention_mask.diagonal(dim1=-2, dim2=-1).long().cumsum(-1) - 1).clamp(min=0)
             return cls(positions, with_itself(attention_mask)[:, None], None, (B, L))
         positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        if torch.compiler.is_compiling() or (tokens.is_cuda and dtype.itemsize != 2):
+        compiling = torch.compiler.is_compiling()
+        if compiling or _PADDING_STAYS.get() or (tokens.is_cuda and dtype.itemsize != 2):
             return cls(positions, attention_mask[:, None, None, :], None, (B, L))
         num_tokens = int(attention_mask.sum()) if num_tokens is None else num_tokens
         M = packed_length(num_tokens, tokens.device)

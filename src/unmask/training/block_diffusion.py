@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from unmask.decoding.blocks import block_causal, block_numbers
+from unmask.errors import UserError
 from unmask.models.networks import Denoiser
 from unmask.models.packing import Layout, places, scatter, with_itself
 from unmask.rng import Purpose, uniforms
@@ -36,6 +37,8 @@ class BlockDenoiseObjective(DenoiseObjective):
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
         """examples [B]; ids [B], which name their draws; u [B] stratified uniforms, from which the counts m come."""
+        if not isinstance(self.denoiser, Denoiser):
+            raise UserError("adapters of a block-causal denoiser cannot be trained: leave model.lora out")
         size, device = self.denoiser.block_size, next(self.denoiser.parameters()).device
         counts, sizes = block_mask_counts(u.cpu(), examples.num_response, size, self.seed)  # [B, K] each
         num_masked = int(counts.sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,12 @@ def build_model(recipe: Recipe, task: Task, copies: int, denoiser: Any = None) -
 
 
 def without_order(model: OrderModel) -> OrderModel:
-    """A model with a copy of the same denoiser and no order."""
+    """A model with a copy of the same denoiser and no order; a frozen one is shared."""
     with torch.random.fork_rng():  # the weights of a new network are drawn from torch's global state
-        plain = OrderModel(dataclasses.replace(model.config, selector=None, scorer=None), model.tokenizer)
+        config = dataclasses.replace(model.config, selector=None, scorer=None)
+        if isinstance(model.denoiser, FrozenDenoiser):
+            return OrderModel(config, model.tokenizer, model.denoiser)
+        plain = OrderModel(config, model.tokenizer)
     plain.denoiser.load_state_dict(model.denoiser.state_dict())
     return plain
 
@@ -86,8 +90,12 @@ def _on_frozen(recipe: Recipe, task: Task, denoiser: Any) -> OrderModel:
     assert order is not None
     with prefixed(f"model.denoiser = {named!r}"):
         read_as = {"bidirectional": recipe.model.bidirectional, "shift": recipe.model.shift}
-        frozen = FrozenDenoiser(load_denoiser(named, **read_as) if denoiser is None else denoiser)
+        if denoiser is None:
+            frozen = FrozenDenoiser(load_denoiser(named, **read_as))
+        else:  # adapters are put into it
+            frozen = FrozenDenoiser(copy.deepcopy(denoiser) if recipe.model.lora else denoiser)
         _check_tokens(frozen, task)
+        frozen.adapt(recipe.model.lora)
         no_hidden = "it gives no hidden states: set model.selector.reads = 'logits', or leave it out"
         require(recipe.model.selector.reads != "hidden" or frozen.width > 0, no_hidden)
     place = frozen.config("" if denoiser is not None else str(Path(named).expanduser().absolute()), **read_as)

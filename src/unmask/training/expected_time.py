@@ -10,9 +10,11 @@ from unmask.recipe import Recipe
 from unmask.runtime import matrix_speed
 from unmask.tasks.task import Task
 
+WORTH_TELLING = 60  # seconds
+
 
 def warn_of_time(recipe: Recipe, model: OrderModel, task: Task, device: torch.device, precision: str) -> None:
-    """One line on stderr where a recipe that asks for bf16 or compilation starts on a CPU, in this precision.
+    """One line on stderr where a recipe for a GPU (bf16, compilation) takes minutes on a CPU, in this precision.
 
     6 operations a parameter and token, as many tokens as a full canvas has, at the speed of one matrix product here.
     The truth may be several times as much; it says whether to wait for minutes or for months.
@@ -27,10 +29,12 @@ def warn_of_time(recipe: Recipe, model: OrderModel, task: Task, device: torch.de
     parameters = sum(parameter.numel() for parameter in model.denoiser.parameters())
     speed = matrix_speed(torch.bfloat16 if precision == "bf16" else torch.float32)
     seconds = 6.0 * parameters * task.length * sequences / speed
+    if seconds < WORTH_TELLING:
+        return
     instead = ", in float32, since bfloat16 is slower here" if precision != recipe.precision else ""
     say(
         f"unmask: this recipe is meant for a GPU; on this CPU it would take {in_words(seconds)} or more "
-        f"({sequences:,} sequences of {task.length} tokens, {parameters / 1e6:.0f}M parameters{instead})",
+        f"({sequences:,} sequences of {task.length} tokens, {parameters / 1e6:.3g}M parameters{instead})",
         err=True,
     )
 

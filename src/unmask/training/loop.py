@@ -88,7 +88,10 @@ def run_stage(
     for module, rate in rates.values():
         module.requires_grad_(rate > 0)
     learning = {key: (module, rate) for key, (module, rate) in rates.items() if rate > 0}
-    groups = [{"params": list(module.parameters()), "name": key} for key, (module, _) in learning.items()]
+    groups = [
+        {"params": [p for p in module.parameters() if p.requires_grad], "name": key}
+        for key, (module, _) in learning.items()
+    ]
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=how.weight_decay, fused=True)
     # Accelerate's wrapping of the optimiser, for float16 and for accumulation (`backward` does that), is left out.
     run, _ = accelerator.prepare(objective, adamw)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from unmask.models.frozen import FrozenDenoiser
 from unmask.models.networks import Denoiser
 from unmask.models.order_model import OrderModel
 from unmask.models.packing import places, scatter
@@ -44,7 +45,7 @@ class DenoiseObjective(nn.Module):
     NELBO / N, is then the mean cross-entropy over the masks.  The prompt is never masked.
     """
 
-    def __init__(self, denoiser: Denoiser, seed: int, compile: bool = False) -> None:
+    def __init__(self, denoiser: Denoiser | FrozenDenoiser, seed: int, compile: bool = False) -> None:
         super().__init__()
         self.denoiser = denoiser
         self.seed = seed

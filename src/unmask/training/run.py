@@ -18,7 +18,6 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, br
 
 from unmask.errors import Stopped, UserError, require
 from unmask.models.frozen import FrozenDenoiser
-from unmask.models.networks import Denoiser
 from unmask.models.order_model import ModelFolderError, OrderModel, OrderModelConfig, weights_hash
 from unmask.own_code import source_of
 from unmask.recipe import DenoiseRecipe, OrderRecipe, Recipe, continued, flat, not_continued
@@ -49,7 +48,7 @@ from unmask.training.run_folder import (
     sweep,
 )
 from unmask.training.self_posterior import SelfObjective
-from unmask.training.tensors import copy_into, whole
+from unmask.training.tensors import copied, copy_into, whole
 from unmask.variational.estimators import Baseline, LeaveOneOut, MovingAverage, NoBaseline
 
 OnUpdate = Callable[[Stage, int], None]
@@ -184,13 +183,21 @@ class _Training:
         if recipe.order is not None and before is not None:
             if before is not model:
                 model.denoiser.load_state_dict(before.denoiser.state_dict())
+            adapters = dict(model.denoiser.adapters.items()) if isinstance(model.denoiser, FrozenDenoiser) else {}
+            start = copied(adapters)
             self._order(model, recipe.order, out / "order" if recipe.is_joint else None)
             if recipe.is_joint and plain is not None:
                 self._save(plain, out / "baseline")
             elif recipe.is_joint and not (out / "baseline").exists():
+                learned = copied(adapters)
+                if before is model:  # the same denoiser with other adapters, for the time of the baseline
+                    before = without_order(model)
+                    copy_into(adapters, start)
                 self._denoise(Stage.BASELINE, before, continued(recipe))
                 self._save(before, out / "baseline")
-        model.requires_grad_(True).eval()
+                copy_into(adapters, learned)
+        for part in (part for part in model.eval().children() if not isinstance(part, FrozenDenoiser)):
+            part.requires_grad_(True)
         if main:
             self._settle()
             self.metrics.sync()
@@ -220,7 +227,8 @@ class _Training:
     def _order(self, model: OrderModel, how: OrderRecipe, folder: Path | None) -> None:
         """Learn the order.  It has a folder of its own if the baseline is still to come."""
         if folder is not None and folder.exists():
-            found = OrderModel.from_pretrained(folder)
+            frozen = model.denoiser if isinstance(model.denoiser, FrozenDenoiser) else None
+            found = OrderModel.from_pretrained(folder, frozen)
             _check_fits(folder, found, model, [field.name for field in dataclasses.fields(OrderModelConfig)])
             model.load_state_dict(found.state_dict())
             self.finished.append("order")
@@ -252,7 +260,6 @@ class _Training:
             self.checkpoints.remove("order")
 
     def _denoise(self, stage: Stage, model: OrderModel, how: DenoiseRecipe) -> None:
-        assert isinstance(model.denoiser, Denoiser)
         kind = BlockDenoiseObjective if model.block_size else DenoiseObjective
         objective = kind(model.denoiser, self.recipe.seed, self.compiled)
         self._stage(stage, objective, {"denoiser": (model.denoiser, how.learning_rate)}, how)
@@ -411,6 +418,6 @@ def load_run(
     if not recipe.is_joint:
         return model, model, recipe, task
     try:
-        return model, OrderModel.from_pretrained(folder / "baseline"), recipe, task
+        return model, OrderModel.from_pretrained(folder / "baseline", denoiser, any_denoiser), recipe, task
     except ModelFolderError as error:
         raise RunFolderError(f"the plain denoiser of this run is gone: {error}") from None

@@ -71,7 +71,7 @@ _WANTED: dict[str, dict[str, Any]] = {
 
 
 def load_checkpoint(
-    source: Source, values: dict[str, Any], mask_token_id: int, tokenizer: Any = None, *, shift: bool = True
+    source: Source, values: dict[str, Any], mask_token_id: int, tokenizer: Any = None, *, shift: bool = False
 ) -> Denoiser:
     """The model of a folder in the precision of its files; `values` is its config.json.
 

@@ -63,7 +63,7 @@ def load_denoiser(
     mask_token_id: int | None = None,
     tokenizer: Any = None,
     bidirectional: bool = False,
-    shift: bool = True,
+    shift: bool = False,
 ) -> LoadedDenoiser:
     """A denoiser for `generate`, in eval mode.
 
@@ -74,7 +74,8 @@ def load_denoiser(
     mask_token_id: needed where neither the folder nor the tokenizer says it.
     tokenizer: of transformers; for a folder, the one in it by default.
     bidirectional: take the causal mask off a causal model, which should have been trained so.
-    shift: of such a model: read the token at n from the hidden state at n - 1, where a causal model predicts it.
+    shift: of such a model: read the token at n from the hidden state at n - 1.  Its folder does not say; one trained as
+        a denoiser fills in the mask where it stands, unless it kept the habit of a causal model (Dream, always).
 
         model = BertForMaskedLM.from_pretrained("my-bert")
         denoiser = unmask.load_denoiser(model, tokenizer=AutoTokenizer.from_pretrained("my-bert"))

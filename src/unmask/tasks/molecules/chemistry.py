@@ -10,6 +10,7 @@ import torch
 
 from unmask.errors import UserError
 from unmask.progress import progress
+from unmask.runtime import chosen_device
 
 _INSTALL = "pip install 'unmask[molecules]'"
 _BATCH = 512
@@ -59,7 +60,7 @@ def described(smiles: Sequence[str]) -> Gaussian:
         from fcd_torch.utils import SmilesDataset
     except ImportError:
         raise UserError(f"task molecules: fcd_torch computes the FCD: {_INSTALL}, or leave fcd out") from None
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = chosen_device()
     network, letters, read = FCD().model.to(device), SmilesDataset(smiles, canonize=False), []
     with progress("ChemNet", len(smiles), transient=True) as advance, torch.no_grad():
         for rows in torch.arange(len(smiles)).split(_BATCH):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from unmask.errors import require
 from unmask.rng import Purpose, uniforms
 from unmask.tasks.task import Examples, Task, check_split
 
@@ -36,6 +37,15 @@ class Puzzle(Task):
         """[B, count]: the uniforms of each example, a function of (seed, split, id) alone."""
         check_split(split)
         return uniforms(self.seed, Purpose.DATA, _WORDS[split], ids[:, None], torch.arange(count), dtype=torch.float64)
+
+    def prompted(self, prompt: str) -> Examples:
+        """The names of all tokens side by side, with `_` for each that is to be written."""
+        names, known = prompt.split(), {name: token for token, name in enumerate(self.vocabulary)}
+        how = f"write {self.length} of {' '.join(self.vocabulary[:12])} and _, which stands for what is to be written"
+        right = len(names) == self.length and "_" in names and set(names) <= {"_", *known}
+        require(right, f"{prompt[:40]!r} is no prompt of task {self.name}: {how}")
+        tokens = torch.tensor([[known.get(name, 0) for name in names]])
+        return unpadded(tokens, torch.tensor([[name == "_" for name in names]]))
 
     def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor:
         """log p = -H = -log(number of right answers) for a right answer, -inf for a wrong one."""

@@ -64,7 +64,7 @@ def read_texts(shards: Sequence[Path], fields: Sequence[str]) -> Iterator[tuple[
 
 def _texts_of_line(raw: bytes, path: Path, line: int, fields: Sequence[str]) -> list[str]:
     try:
-        text = raw.decode().strip("\r\n")
+        text = raw.decode("utf-8-sig" if line == 1 else "utf-8").strip("\r\n")  # Windows begins files with a mark
     except UnicodeDecodeError:
         raise UserError(f"{path}, line {line}: not UTF-8") from None
     if path.suffix != ".jsonl":
