@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shlex
 import shutil
 import sys
 from itertools import pairwise
@@ -10,14 +11,16 @@ from itertools import pairwise
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from typer.main import get_command
 
 import unmask
 from tests.evaluation.by_hand import flat_lines
 from tests.test_display import HIDDEN
+from tests.test_docs import parse
 from tests.training.small import TINY_RECIPE, contents, json_lines
 from unmask import files
 from unmask import recipe as recipe_module
-from unmask.cli import main
+from unmask.cli import app, main
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import RULES, Decision, Margin, check_policy
 from unmask.decoding.policies.rule import highest
@@ -26,6 +29,7 @@ from unmask.evaluation import evaluate as evaluation
 from unmask.evaluation.compare import curves
 from unmask.evaluation.records import read_records, read_run
 from unmask.models.order_model import weights_hash
+from unmask.report import trace
 from unmask.tasks.puzzles.groups import Groups
 from unmask.training.run import load_run, load_task
 
@@ -371,6 +375,51 @@ def test_help(call):
     assert call("sample", "--help")[0] == 0
     assert call("--version")[:2] == (0, f"{unmask.__version__}\n")
     assert "the recipe's [saving] says" in " ".join(call("train", "--help")[1].split())
+
+
+def commands(group, *path):
+    """Every command and group, by the words that call it."""
+    yield [*path], group
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, *path, name)
+
+
+def test_every_help_has_an_example_that_parses(call):
+    found = {" ".join(path): path for path, _ in commands(get_command(app))}
+    assert {"", "demo", "recipe", "recipe list", "recipe show", "sample"} <= set(found)
+    for name, path in found.items():
+        code, text, _ = call(*path, "-h")
+        assert (code, text) == (0, call(*path, "--help")[1])
+        example = re.search(r"Example: unmask (.*?)(\n *\n|╭)", text, flags=re.S)
+        assert example is not None, f"unmask {name} --help shows no example"
+        assert example[1].startswith(name)
+        parse(shlex.split(example[1]))
+
+
+def test_a_shell_completes(monkeypatch, capsys):
+    for words, expected in (
+        ("unmask sam", "sample"),
+        ("unmask recipe li", "list"),
+        ("unmask train chain-", "chain-self"),
+    ):
+        monkeypatch.setenv("_UNMASK_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+        with pytest.raises(SystemExit) as leaving:
+            main([])
+        assert not leaving.value.code
+        assert capsys.readouterr().out.split() == [expected]
+
+
+def test_recipe_list(call):
+    code, text, err = call("recipe", "list")
+    assert (code, err) == (0, "")
+    lines = text.splitlines()
+    assert [line.split()[0] for line in lines] == recipe_module.known_recipes()
+    assert max(map(len, lines)) <= 160
+    groups = next(line for line in lines if line.startswith("groups "))
+    assert groups.split(maxsplit=2)[1:] == ["groups", "denoiser and order, T = 2"]
+    assert any(line.endswith("An order for the denoiser of gsm8k-30m") for line in lines)
 
 
 def test_policies_lists_every_rule(call):
@@ -984,7 +1033,7 @@ def test_sample_trace_prints_every_step(call, run):
     assert len(lines) == 5 * (4 + 1), "four steps and the result"
     for sequence in range(5):
         *steps, result = lines[5 * sequence : 5 * sequence + 5]
-        assert [int(line.split()[0]) for line in steps] == [0, 1, 2, 3]
+        assert [int(line.split()[0]) for line in steps] == [1, 2, 3, 4]
         assert [line.count("·") for line in steps] == [3, 2, 1, 0]
         assert result.split()[0] == "="
         assert result.split()[1:5] == steps[-1].split()[1:]
@@ -1001,7 +1050,7 @@ def test_sample_trace_shows_what_is_masked_again(call, run):
     assert len(lines) == 20 * (4 + 1)
     for sequence in range(20):
         *steps, result = (line.split() for line in lines[5 * sequence : 5 * sequence + 5])
-        assert [step[0] for step in steps] == ["0", "1", "2", "3"]
+        assert [step[0] for step in steps] == ["1", "2", "3", "4"]
         assert [step.count("·") for step in steps] == [3, 2, 1, 0]
         assert result[:5] == ["=", *steps[-1][1:]]
         for earlier, later in pairwise(steps):
@@ -1009,6 +1058,23 @@ def test_sample_trace_shows_what_is_masked_again(call, run):
                 assert was in ("·", now) or now == "·", "exchanged only by way of the mask"
                 again += was != "·" and now == "·"
     assert again > 0
+
+
+def test_sample_watch_off_a_terminal_is_plain_lines(call, run):
+    words = ["sample", run, "--num", "2", "--policy", "margin", "--policy", "p2", "--steps", "3", "--cpu"]
+    watched, traced = call(*words, "--watch"), call(*words, "--trace")
+    assert watched == traced
+    assert watched[0] == 0
+    assert "\x1b" not in watched[1]
+
+
+def test_sample_on_the_cpu(call, run, monkeypatch):
+    """Even an order for a denoiser of the user's, which is placed on a GPU otherwise."""
+    asked, opened = [], trace.open_run
+    monkeypatch.setattr(trace, "open_run", lambda run, device, *rest: asked.append(device) or opened(run, None, *rest))
+    for words in ([], ["--cpu"]):
+        assert call("sample", run, "--num", "1", *words)[0] == 0
+    assert asked == [None, torch.device("cpu")]
 
 
 def test_sample_is_repeatable(call, run):
@@ -1128,7 +1194,7 @@ def test_the_demo_fails_loudly_if_the_order_does_not_win(tiny_demo, call, tmp_pa
     code, text, err = call("demo", "--out", out, "--seed", "3")
     assert code == 1
     assert "the learned order did NOT win: " in err
-    assert "wins at" not in text
+    assert "better than every" not in text
     assert {"config.json", "results.jsonl", "report.html"} <= set(contents(out))
     assert json.loads((out / "recipe.json").read_text())["seed"] == 3
     assert {record["seed"] for record in flat_lines(out / "results.jsonl")} == {3}
@@ -1138,8 +1204,14 @@ def test_the_demo_says_that_the_order_wins(tiny_demo, call, tmp_path, monkeypatc
     monkeypatch.setattr("unmask.evaluation.compare.why_not_won", lambda records: [])
     code, text, _ = call("demo", "--out", tmp_path / "demo")
     assert code == 0
-    assert "The learned order wins at the same number of steps." in text
+    assert re.match(r"The learned order is .* rule: \d+\.\d% valid in .*\n", text), "the verdict first"
     assert "CPU seconds" in text
+    assert "learned, T = 2" in text
+    for more in ("equal steps:", "area under score", "held-out bounds"):
+        assert more not in text
+    _, text, _ = call("demo", "--out", tmp_path / "details", "--details")
+    for more in ("equal steps:", "area under score", "held-out bounds", "step 2 (t = 0)"):
+        assert more in text
 
 
 def test_the_demo_never_overwrites_without_force(tiny_demo, refused, call, run):

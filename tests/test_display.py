@@ -70,3 +70,14 @@ def test_progress_in_a_log(monkeypatch, capsys, every, transient, expected):
     with progress("loop", 4, visible=False) as advance:
         advance()
     assert capsys.readouterr().err == ""
+
+
+def test_a_log_has_a_line_every_half_minute(monkeypatch, capsys):
+    """From the start of a stage, not only at its end."""
+    now = iter(range(0, 1000, 10))
+    monkeypatch.setattr(told, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    with progress("order", 9) as advance:
+        for _ in range(8):  # ten seconds each
+            advance()
+    counts = [entry.split()[1] for entry in capsys.readouterr().err.splitlines()]
+    assert counts == ["0/9", "3/9", "6/9", "8/9"]

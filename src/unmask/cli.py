@@ -7,8 +7,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,21 +18,24 @@ import unmask
 from unmask.display import accept_any_character, say
 from unmask.errors import Stopped, UserError
 from unmask.files import refuse_link, write_text
-from unmask.recipe import MOST_EXAMPLES, MOST_STEPS, known_recipes, known_studies, load_recipe
+from unmask.recipe import MOST_EXAMPLES, MOST_STEPS, known_recipes, known_studies, listed_recipes, load_recipe
 
 if TYPE_CHECKING:
+    from unmask.evaluation.bound import BoundReport
     from unmask.evaluation.records import Record
     from unmask.recipe import Recipe
+    from unmask.report.tables import ResultTable
 
 app = Typer(
     help="Learn the order in which a masked diffusion model writes, and compare it with other unmasking rules.",
+    epilog="Example: unmask demo",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
 
-recipes = Typer(help="Look at recipes.", no_args_is_help=True)
+recipes = Typer(help="Look at recipes.", epilog="Example: unmask recipe list", no_args_is_help=True)
 app.add_typer(recipes, name="recipe")
 
 Force = Annotated[
@@ -61,7 +64,13 @@ AnyDenoiser = Annotated[
 Split = Annotated[
     str | None, Option(help="The held-out split, where the task has several.", show_default="the recipe's")
 ]
-RecipeName = Annotated[str, Argument(help=f"A TOML file, or one that comes with unmask: {', '.join(known_recipes())}.")]
+RecipeName = Annotated[
+    str,
+    Argument(
+        help=f"A TOML file, or one that comes with unmask: {', '.join(known_recipes())}.",
+        autocompletion=known_recipes,
+    ),
+]
 Overrides = Annotated[
     list[str] | None, Option("--set", help="Override a value: --set order.budget=3. May be repeated.")
 ]
@@ -173,34 +182,57 @@ def demo(
     out: Annotated[Path, Option(help="Run folder to write.")] = Path("runs/demo"),
     seed: Annotated[int, Option(help="Seed of everything: the puzzle, its examples, training, sampling.")] = 0,
     force: Force = False,
+    details: Annotated[bool, Option("--details", help="Print every table, and the held-out bound.")] = False,
 ) -> None:
     """Learn an order on a small puzzle and compare it: a minute or two on a laptop CPU.
 
-    Trains recipe `groups`, prints a table, and writes the model, results.jsonl and report.html to runs/demo.
-    Fails with exit code 1 if the learned order does not win.
+    Trains recipe `groups`, prints the verdict and a table, and writes the model, results.jsonl and report.html to
+    runs/demo.  Fails with exit code 1 if the learned order does not win.
+
+    Example: unmask demo --out runs/demo
     """
+    from unmask.evaluation.bound import evaluate_run_bound
     from unmask.evaluation.compare import why_not_won
+    from unmask.evaluation.plan import evaluate
     from unmask.report.html import write_report
+    from unmask.report.tables import verdict
     from unmask.training.run import train as train_run
 
     started = time.perf_counter()
     recipe = load_recipe("groups", [f"seed={seed}", f"task.seed={seed}"])
     train_run(recipe, out, force=force, cpu=True)
-    records = _evaluate(out, cpu=True)
-    _evaluate_bound(out, cpu=True)
+    records = evaluate(out, cpu=True)
+    bound = evaluate_run_bound(out, cpu=True)
     write_report([out], out / "report.html")
+    reasons = why_not_won(records)
+    for reason in reasons:
+        say(f"unmask: the learned order did NOT win: {reason}", err=True)
+    say(verdict(records))
+    _print_results(out, records, only_first=not details)
+    if details:
+        _print_bound(out, bound)
     cpu_seconds = time.process_time()
     say(f"report: {out / 'report.html'}   ({time.perf_counter() - started:.0f} s, {cpu_seconds:.0f} CPU seconds)")
-    if reasons := why_not_won(records):
-        for reason in reasons:
-            say(f"unmask: the learned order did NOT win: {reason}", err=True)
+    if reasons:
         raise Exit(1)
-    say("The learned order wins at the same number of steps.")
+
+
+@recipes.command("list")
+def list_() -> None:
+    """List the recipes that come with unmask: task, what they train, and for what.
+
+    Example: unmask recipe list
+    """
+    for name, task, trained, comment in listed_recipes():
+        say(f"{name:<26} {task:<14} {trained:<26} {comment}".rstrip())
 
 
 @recipes.command()
 def show(recipe: RecipeName, set_: Overrides = None) -> None:
-    """Check a recipe and print it resolved: every value that a run of it would use, as a recipe."""
+    """Check a recipe and print it resolved: every value that a run of it would use, as a recipe.
+
+    Example: unmask recipe show groups --set order.budget=3
+    """
     say(load_recipe(recipe, set_ or []).to_toml(), end="")
 
 
@@ -219,6 +251,8 @@ def train(
 
     Checkpoints are written as the recipe's \\[saving] says: after a crash the same call resumes from the last one.
     SIGTERM saves and exits with code 75.
+
+    Example: unmask train groups --out runs/mine --set order.budget=3
     """
     import torch
 
@@ -352,6 +386,8 @@ def evaluate(
     """Score policies on a run's task, compare them, and print tables; adds to RUN/results.jsonl.
 
     Every verdict is kept in RUN/verdicts.jsonl as it is made: after a crash the same call resumes where it stopped.
+
+    Example: unmask evaluate runs/mine --policy learned --policy threshold:0.9
     """
     options: dict[str, Any] = {"examples": examples, "seed": seed, "split": split, "trust_task": trust_task, "cpu": cpu}
     options |= {"denoiser": denoiser, "any_denoiser": any_denoiser}
@@ -383,29 +419,43 @@ def evaluate(
             "trained model"
         )
     if _is_main():  # a matter of seconds, and a sum whose rounding would depend on how it is divided
-        _evaluate_bound(run, samples=samples or 8, price=price or 0.0, **options)
+        from unmask.evaluation.bound import evaluate_run_bound
+
+        _print_bound(run, evaluate_run_bound(run, samples=samples or 8, price=price or 0.0, **options))
 
 
-def _evaluate(run: Path, trust_task: bool = False, perplexity: str = "", **options: Any) -> list[Record]:
+def _evaluate(run: Path, trust_task: bool = False, perplexity: str = "", **options: Any) -> None:
     """Evaluate a run and print the tables."""
-    from rich.console import Console
-
     from unmask.evaluation.perplexity import evaluate_run_perplexity, load_reader
     from unmask.evaluation.plan import evaluate
-    from unmask.report.tables import caption, perplexity_tables, result_tables, title
-    from unmask.training.run import load_task
+    from unmask.report.tables import perplexity_tables
 
     where = options.get("split"), trust_task, options["cpu"]
     reader = load_reader(run, perplexity, *where) if perplexity and _is_main() else None
     records = evaluate(run, trust_task=trust_task, **options)
     if _is_main():
-        recipe, task = load_task(run, trust_task)
-        split = f", {records[0].spec.split}" if len(task.held_out_splits) > 1 else ""
-        tables = result_tables(records, title(run, task) + split, caption(recipe, records))
-        if reader is not None:
-            tables += perplexity_tables(evaluate_run_perplexity(run, records, reader), records)
-        Console(highlight=False).print(*tables, sep="\n")
-    return records
+        read = perplexity_tables(evaluate_run_perplexity(run, records, reader), records) if reader else []
+        _print_results(run, records, read, trust_task=trust_task)
+
+
+def _print_results(
+    run: Path,
+    records: Sequence[Record],
+    more: Sequence[ResultTable] = (),
+    *,
+    trust_task: bool = False,
+    only_first: bool = False,
+) -> None:
+    """The tables of a run's records, or the first of them: every rule with its steps and its score."""
+    from rich.console import Console
+
+    from unmask.report.tables import caption, result_tables, title
+    from unmask.training.run import load_task
+
+    recipe, task = load_task(run, trust_task)
+    split = f", {records[0].spec.split}" if len(task.held_out_splits) > 1 else ""
+    tables = [*result_tables(records, title(run, task) + split, caption(recipe, records)), *more]
+    Console(highlight=False).print(*tables[: 1 if only_first else None], sep="\n")
 
 
 def _evaluate_curve(run: Path, **options: Any) -> None:
@@ -432,13 +482,11 @@ def _evaluate_curve(run: Path, **options: Any) -> None:
     say(f"curve: {run / 'curve.svg'}, {run / 'curve.json'}")
 
 
-def _evaluate_bound(run: Path, **options: Any) -> None:
+def _print_bound(run: Path, bound: BoundReport) -> None:
     from rich.console import Console
 
-    from unmask.evaluation.bound import evaluate_run_bound
     from unmask.report.tables import bound_table, bound_verdict
 
-    bound = evaluate_run_bound(run, **options)
     if verdict := bound_verdict(bound):
         say(verdict)
     Console(highlight=False).print(bound_table(bound, run.resolve().name))
@@ -451,7 +499,13 @@ def _is_main() -> bool:
 
 @app.command()
 def reproduce(
-    study: Annotated[str, Argument(help=f"A TOML file, or one that comes with unmask: {', '.join(known_studies())}.")],
+    study: Annotated[
+        str,
+        Argument(
+            help=f"A TOML file, or one that comes with unmask: {', '.join(known_studies())}.",
+            autocompletion=known_studies,
+        ),
+    ],
     out: Annotated[Path, Option(help="Folder to write: one for each run, and results.")],
     stage: Annotated[
         list[str] | None,
@@ -474,6 +528,8 @@ def reproduce(
 
     Every run, every evaluation, and their records together in OUT/results.  After a crash, or with more stages, the
     same call resumes where it stopped.  Ctrl-C and SIGTERM save what is training; SIGTERM exits with code 75.
+
+    Example: unmask reproduce gsm8k-30m --out runs/gsm8k-30m --dry-run
     """
     from unmask.studies.study import Reproduction, load_study
 
@@ -514,6 +570,8 @@ def report(
     """One self-contained HTML page of one or more runs: the verdict, plots, tables, and the orders to watch.
 
     With --markdown, the records that `unmask reproduce` left in OUT/results become a Markdown page.
+
+    Example: unmask report runs/mine runs/other --out report.html
     """
     if markdown is not None:
         from unmask.studies.results_page import write_page
@@ -548,6 +606,8 @@ def push(
     """Upload a finished run to the Hugging Face hub: model, recipe, records, and a card made of them.
 
     The card shows the recipe with all its values, paths too.  Log in first: `hf auth login`.
+
+    Example: unmask push runs/mine my-name/my-order --private
     """
     from unmask.report.card import push_run
 
@@ -556,7 +616,10 @@ def push(
 
 @app.command()
 def policies() -> None:
-    """List every unmasking rule with its parameters and defaults: what --policy takes."""
+    """List every unmasking rule with its parameters and defaults: what --policy takes.
+
+    Example: unmask policies
+    """
     from unmask.rule_list import listed_rules
 
     for usage, rule, summary in listed_rules():
@@ -596,6 +659,8 @@ def serve(
 
     Requests share the passes of the model, and each gets what it would get alone.  SIGTERM lets those that are being
     answered finish.
+
+    Example: unmask serve runs/demo --port 8000
     """
     from unmask.runtime import Processes
 
@@ -649,12 +714,19 @@ def sample(
     seed: Annotated[int, Option(min=-(2**63), max=2**63 - 1, help="Seed of the sampling.")] = 0,
     cache: Cached = "auto",
     trace: Annotated[bool, Option("--trace", help="Print every step of the unmasking.")] = False,
+    watch: Annotated[
+        bool, Option("--watch", help="Show every step in place while it is made; off a terminal as --trace.")
+    ] = False,
     svg: Annotated[Path | None, Option(help="Draw every step as a picture, into this file.")] = None,
     trust_task: TrustTask = False,
     denoiser: DenoiserFolder = None,
     any_denoiser: AnyDenoiser = False,
+    cpu: Cpu = False,
 ) -> None:
-    """Generate, and show what was written when: every token is coloured by the step that revealed it."""
+    """Generate, and show what was written when: every token is coloured by the step that revealed it.
+
+    Example: unmask sample runs/demo --watch --policy learned --policy margin
+    """
     from rich.console import Console
 
     from unmask.report import trace as traces
@@ -664,12 +736,14 @@ def sample(
     console, found = Console(highlight=False), list[Any]()
     options: dict[str, Any] = {"split": split, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     options |= {"prompts": prompt or [], "trust_task": trust_task, "denoiser": denoiser, "any_denoiser": any_denoiser}
-    options["cache"] = cache
-    for written in traces.sample(run, policy or [], steps, num, example or [], find, **options):
-        if not found:
-            traces.print_legend(console, written[0])
-        traces.print_writings(console, written, trace)
-        found += written
+    moving = watch and console.is_interactive
+    with traces.animation(console) if moving else nullcontext() as on_step:
+        options |= {"cache": cache, "cpu": cpu, "on_step": on_step}
+        for written in traces.sample(run, policy or [], steps, num, example or [], find, **options):
+            if not found:
+                traces.print_legend(console, written[0])
+            traces.print_writings(console, written, trace or (watch and not moving))
+            found += written
     if svg is not None:
         svg.parent.mkdir(parents=True, exist_ok=True)
         write_text(svg, traces.picture(found))

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from unmask.display import say
 
-EVERY = 10.0  # seconds between two lines of a log
+EVERY = 30.0  # seconds between two lines of a log
 
 T = TypeVar("T")
 

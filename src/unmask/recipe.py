@@ -1,19 +1,22 @@
 """Recipes: small complete TOML files, validated whole before anything is built.
 
-seed, init        top-level values
-[task]            name, and the options of that task; those left out are written out with their defaults
-[model]           the denoiser: `size`, or width, layers, heads, intermediate; or `denoiser`, one that you have;
-                  [model.selector], [model.scorer]
-[denoise]         the plain masked-diffusion objective
-[order]           the paper's objective
-[evaluate]        what to compare when training is done
-[saving]          how often a checkpoint is written, and how many are kept
+The tables of one, and what is in them:
+
+    seed, init        top-level values
+    [task]            name, and the options of that task; those left out are written out with their defaults
+    [model]           the denoiser: `size`, or width, layers, heads, intermediate; or `denoiser`, one that you have;
+                      [model.selector], [model.scorer]
+    [denoise]         the plain masked-diffusion objective
+    [order]           the paper's objective
+    [evaluate]        what to compare when training is done
+    [saving]          how often a checkpoint is written, and how many are kept
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -410,6 +413,19 @@ def recipe_folder() -> Path:
 def known_recipes() -> list[str]:
     """The names of the recipes that come with unmask."""
     return sorted(recipe.stem for recipe in recipe_folder().glob("*.toml"))
+
+
+def listed_recipes() -> list[tuple[str, str, str, str]]:
+    """Each of them: its name, its task, what it trains, and how its comment begins."""
+    found = []
+    for name in known_recipes():
+        text = (recipe_folder() / f"{name}.toml").read_text(encoding="utf-8")
+        values = tomllib.loads(text)
+        trained = ["denoiser"] if "denoise" in values else []
+        trained += [f"order, T = {values['order']['budget']}"] if "order" in values else []
+        comment = re.match(r"# (.*?)(\.  |[.:;]? ?\n|[:;] )", text)
+        found.append((name, values["task"]["name"], " and ".join(trained), comment[1] if comment else ""))
+    return found
 
 
 def known_studies() -> list[str]:

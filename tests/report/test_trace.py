@@ -1,8 +1,11 @@
 """What `unmask sample` shows: word problems as text, step by step, and the same as a picture."""
 
+import io
 import re
 import xml.dom.minidom
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +24,7 @@ from unmask.decoding.tokens import TokenChoice
 from unmask.errors import UserError
 from unmask.evaluation.records import read_run
 from unmask.report.orders import orders_of
-from unmask.report.trace import END, MASK, PROMPT, Span, picture, print_legend, spans, write
+from unmask.report.trace import END, MASK, PROMPT, Span, animation, picture, print_legend, spans, write
 from unmask.tasks.gsm8k.gsm8k import GSM8K
 from unmask.tasks.puzzles.groups import Groups
 from unmask.tasks.text.text import Text
@@ -116,7 +119,7 @@ def test_the_picture(task):
     shown = ["".join(part.firstChild.data for part in line.childNodes) for line in lines]
     assert shown[1:3] == [TEST[0].question, f"answer: {ANSWER}"]
     assert shown[3] == "left-to-right: 4 steps, right"
-    assert shown[4:8] == [f"{i:>2}  {text(frame)}" for i, frame in enumerate(both[0].frames)]
+    assert shown[4:8] == [f"{i:>2}  {text(frame)}" for i, frame in enumerate(both[0].frames, start=1)]
     assert shown[8] == "top-prob: 4 steps, right"
     assert len(shown) == 13
     assert "Ġ" not in drawing
@@ -148,12 +151,48 @@ def test_nothing_that_is_written_steers_the_terminal():
 def test_the_legend_of_many_steps_is_one_line(task, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     print_legend(Console(highlight=False), replace(written(task), budget=72))
-    assert capsys.readouterr().out == "step 0 1 2 3 4 5 ... 71  prompt  · mask  ░ end of sequence\n"
+    assert capsys.readouterr().out == "step 1 2 3 4 5 6 ... 72  prompt  · mask  ░ end of sequence\n"
     legend = xml.dom.minidom.parseString(picture([replace(written(task), budget=72)])).getElementsByTagName("text")[0]
     shown = "".join(part.firstChild.data for part in legend.childNodes)
-    assert shown.startswith("step  0 6 13 19 ")
-    assert "71   · masked" in shown
+    assert shown.startswith("step  1 7 14 20 ")
+    assert "72   · masked" in shown
     assert len(shown) <= 104
+
+
+def test_an_animation_shows_every_step_in_place(task):
+    """As it is made: all masks first, then the same frames as those that are kept; in the end nothing of it is left."""
+    seen: list[str] = []
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120, highlight=False)
+    denoiser = Knowing(task, task.examples(torch.tensor([0]), "test").tokens[0])
+    with animation(console, pause=0) as show:
+
+        def both(writing):
+            seen.append(text(writing.result))
+            show([writing])
+
+        kept = write(denoiser, task, LeftToRight(), 4, 0, TokenChoice(), seed=0, on_step=both)
+    assert seen == [MASK * 40, *map(text, kept.frames)]
+    shown = screen.getvalue()
+    assert "0 steps" in shown
+    assert "4 steps" in shown
+    assert shown.count("\x1b[1A\x1b[2K") > 4, "lines above are drawn again, not added"
+    assert shown.rstrip().endswith("\x1b[2K"), "and removed"
+
+
+def test_watching_on_the_command_line(run, call, refused, monkeypatch):  # noqa: F811
+    """On a terminal: rules one below the other, what is finished stays; then the result, once."""
+    frames: list[list[tuple[str, int]]] = []
+    monkeypatch.setattr("rich.console.Console", partial(Console, force_interactive=True))
+    shown = nullcontext(lambda written: frames.append([(w.policy, w.num_steps) for w in written]))
+    monkeypatch.setattr("unmask.report.trace.animation", lambda console: shown)
+    words = ["sample", run, "--split", "test", "--policy", "left-to-right", "--policy", "top-prob", "--steps", "2"]
+    code, out, err = call(*words, "--num", "1", "--watch")
+    assert code == 0, err
+    first = [[("left-to-right", i)] for i in range(3)]
+    assert frames == [*first, *([("left-to-right", 2), ("top-prob", i)] for i in range(3)), []]
+    assert out == call(*words, "--num", "1")[1]
+    assert "leave out --watch" in refused(*words, "--watch", "--find", "wrong,wrong")
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +232,7 @@ def test_on_the_command_line(run, tmp_path, call, monkeypatch):  # noqa: F811
     assert shown.count("3 steps, wrong") == 2
     assert "Ġ" not in shown
     assert "░ end of sequence" in shown
-    assert len(re.findall(r"^  [012]   ", shown, flags=re.M)) == 6
+    assert len(re.findall(r"^  [123]   ", shown, flags=re.M)) == 6
     monkeypatch.setenv("COLUMNS", "40")
     narrow = call(*words, "--steps", "3", "--trace")[1].splitlines()[1:]
     told = narrow[narrow.index("left-to-right:") :]

@@ -182,6 +182,7 @@ def order_picture(records: Sequence[Record], layout: Sequence[Sequence[int]]) ->
     """
     import matplotlib as mpl
     from matplotlib.colors import BoundaryNorm
+    from matplotlib.ticker import FuncFormatter
 
     columns = min(len(records), 4)
     rows = -(-len(records) // columns)
@@ -208,7 +209,8 @@ def order_picture(records: Sequence[Record], layout: Sequence[Sequence[int]]) ->
     for axes in panels[:, 0]:
         axes.set_ylabel("sequences", fontsize=9)
     ticks = range(budget) if budget <= 10 else None
-    figure.colorbar(image, ax=panels, label="revealed at step", ticks=ticks, fraction=0.05, pad=0.02)
+    from_one = FuncFormatter(lambda step, _: f"{step + 1:g}")
+    figure.colorbar(image, ax=panels, label="revealed at step", ticks=ticks, format=from_one, fraction=0.05, pad=0.02)
     return figure
 
 

@@ -313,7 +313,7 @@ def bound_table(bound: BoundReport, run: str) -> ResultTable:
         add(f"learned order, T = {bound.budget}", bound.order_bound, bound.order_bound_se, "order")
         for t, (reconstruction, kl) in enumerate(zip(bound.reconstruction, bound.order_kl, strict=True)):
             step = bound.budget - 1 - t
-            name = f"  step {step} (t = {t}): reconstruction, order KL"
+            name = f"  step {step + 1} (t = {t}): reconstruction, order KL"
             rows.append([name, f"{reconstruction:.4f}, {kl:.4f}", "", ""])
     at = f"T = {bound.budget}" + ("" if bound.price is None else f", price {bound.price:g}")
     whose = "learned order" if bound.order_bound is None else "its selector alone"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise, takewhile
@@ -11,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from torch import Tensor
 
 from unmask.decoding.cache import Cache
@@ -30,6 +33,7 @@ MASK, END = "·", "░"
 BROKEN, LETTER = "\ufffd", 4  # what a decoder writes for a part of a letter, and the most bytes of one
 PICTURE = "<!-- written by unmask sample -->"  # a file with this may be replaced
 PROMPT = -1  # the step of what was given
+PAUSE = 0.4  # seconds that a step stands in the animation at least
 SEARCHED = 1000  # examples that are searched where a task has no end of them
 
 
@@ -37,7 +41,9 @@ class Span(NamedTuple):
     """A token as it is shown."""
 
     text: str
-    step: int | None  # at which it was revealed; PROMPT where it was given, None for a mask
+    step: (
+        int | None
+    )  # at which it was revealed, from 0; people see it from 1; PROMPT where it was given, None for a mask
     is_end: bool = False  # an end of sequence, or several
 
 
@@ -74,13 +80,18 @@ def sample(
     trust_task: bool = False,
     denoiser: Any = None,
     any_denoiser: bool = False,
+    cpu: bool = False,
+    on_step: Callable[[list[Writing]], None] | None = None,
 ) -> Iterator[list[Writing]]:
     """What each policy writes for each of the first `num` held-out examples, or for those in `examples`.
 
     prompts: in their place.
     find: right or wrong for each policy, such as "right,wrong": only examples where the policies are so.
+    on_step: called before and after every step with what stands so far of an example, what is being written last, and
+        with nothing when the example is finished.
     """
-    model, plain, task, recipe = open_run(run, None, split, trust_task, denoiser, any_denoiser)
+    device = torch.device("cpu") if cpu else None
+    model, plain, task, recipe = open_run(run, device, split, trust_task, denoiser, any_denoiser)
     device = device_of(model.denoiser)
     names = policies or ["learned" if model.selector is not None else "top-prob"]
     rules = [parse_policy(name, model.selector, partial(task.token_frequencies, device)) for name in names]
@@ -89,6 +100,7 @@ def sample(
         raise UserError(f"--find takes right or wrong for each --policy, such as right,wrong for two, not {find!r}")
     wanted = [word == "right" for word in words]
     require(not prompts or not (find or examples), "--prompt takes the place of examples: no --example and no --find")
+    require(not find or on_step is None, "--find looks at many examples: leave out --watch, or --find")
     require(not find or task.has_checker, f"--find needs a checker, and task {task.name} has none: leave it out")
     temperature = recipe.evaluate.temperature if temperature is None else temperature
     choice = TokenChoice(temperature, top_p, top_k, eos_token_id=task.eos_token_id)
@@ -100,13 +112,20 @@ def sample(
     candidates = examples or range(len(prompts) or (many if wanted else min(num, many)))
 
     def written(example: int) -> Iterator[Writing]:
+        done: list[Writing] = []
         for rule in rules:
             used = (model if network_of(rule) is not None else plain).denoiser
             prompt = prompts[example] if prompts else None
-            yield write(used, task, rule, budget, example, choice, seed, prompt, device, cache)
+            seen = (lambda writing: on_step([*done, writing])) if on_step else None
+            done.append(write(used, task, rule, budget, example, choice, seed, prompt, device, cache, seen))
+            yield done[-1]
 
     if not wanted:
-        yield from (list(written(example)) for example in candidates)
+        for example in candidates:
+            whole = list(written(example))
+            if on_step is not None:
+                on_step([])
+            yield whole
         return
     found: list[list[Writing]] = []
     for example in watched(candidates, "looking"):
@@ -132,31 +151,45 @@ def write(
     given: str | None = None,
     device: torch.device | str = "cpu",
     cache: Cache = "auto",
+    on_step: Callable[[Writing], None] | None = None,
 ) -> Writing:
     """Generate for one held-out example and keep every canvas; in a batch the result would be the same.
 
     given: a prompt to generate for instead; the example is then a number that names the random draws.
     device: that of the networks.
+    on_step: called before and after every step with what stands so far.
     """
     ids, mask = torch.tensor([example]), denoiser.mask_token_id
     truth = task.examples(ids, "test") if given is None else task.prompted(given)
-    out = generated(denoiser, task, rule, budget, choice, truth, ids, seed, device, cache)
+    here, response = truth.attention_mask[0], truth.response[0]
+    shown, is_question = positions_shown(task, truth, 0)
+    question, wanted = (
+        visible(task.text(truth.tokens[0][part].tolist())) if is_question else ""
+        for part in (here & ~response, response)
+    )
+    about = (example, rule.name, budget, question, wanted if given is None else "")
+
+    def tell(tokens: Tensor, masked: Tensor, steps: Tensor, num_steps: int) -> None:
+        if on_step is not None:
+            seen = torch.where(masked, len(task.vocabulary), tokens)[0].cpu()
+            so_far = spans(task, seen[shown].tolist(), steps[0].cpu()[shown].tolist())
+            on_step(Writing(*about, [], so_far, num_steps, None))
+
+    def told(out: Generation) -> None:
+        tell(out.tokens, out.masked, out.reveal_step, int(out.num_steps))
+
+    tell(truth.tokens, truth.response, torch.full_like(truth.tokens, PROMPT), 0)
+    out = generated(denoiser, task, rule, budget, choice, truth, ids, seed, device, cache, told)
     assert out.history is not None
     tokens, steps, history = out.tokens, out.reveal_step, out.history
-    here, response = out.attention_mask[0], truth.response[0]
-    shown, is_question = positions_shown(task, truth, 0)
     frames, when = [], torch.full_like(tokens[0][here], PROMPT)
     for i, (before, after) in enumerate(pairwise(history[0, :, here])):  # without padding
         when = torch.where((before == mask) & (after != mask), i, when)
         seen = torch.where(after == mask, len(task.vocabulary), after)  # the mask may be one of the task's tokens
         frames.append(spans(task, seen[shown[here]].tolist(), when[shown[here]].tolist()))
-    question, wanted = (
-        visible(task.text(truth.tokens[0][part].tolist())) if is_question else ""
-        for part in (here & ~response, response)
-    )
     result = spans(task, tokens[0][shown].tolist(), steps[0][shown].tolist())
-    told = (example, rule.name, budget, question, wanted if given is None else "", frames, result, int(out.num_steps))
-    return Writing(*told, bool(task.valid(tokens, truth)[0]) if given is None and task.has_checker else None)
+    valid = bool(task.valid(tokens, truth)[0]) if given is None and task.has_checker else None
+    return Writing(*about, frames, result, int(out.num_steps), valid)
 
 
 def generated(
@@ -170,12 +203,13 @@ def generated(
     seed: int,
     device: torch.device | str,
     cache: Cache = "auto",
+    on_step: Callable[[Generation], None] | None = None,
 ) -> Generation:
     """What a rule writes for the prompts of these examples, with every canvas, on the CPU."""
     check_no_mask(truth, denoiser.mask_token_id, task.text)
     canvas = torch.where(truth.response, denoiser.mask_token_id, truth.tokens)
     engine, attended = Engine(denoiser, rule, budget, choice, cache=cache), truth.attention_mask.to(device)
-    out = engine.generate(canvas.to(device), seed=seed, ids=ids, attention_mask=attended, history=True)
+    out = engine.generate(canvas.to(device), seed=seed, ids=ids, attention_mask=attended, history=True, on_step=on_step)
     there: dict[str, Any] = {name: value.cpu() for name, value in vars(out).items() if torch.is_tensor(value)}
     return replace(out, **there)
 
@@ -269,7 +303,7 @@ def wrapped(frame: Sequence[Span], room: int) -> list[list[Span]]:
 
 def print_legend(console: Console, writing: Writing) -> None:
     # One line at 60 columns; the colours repeat anyway.
-    marked = [f"[{_terminal_colour(i)}]{i}[/]" for i in range(writing.budget)]
+    marked = [f"[{_terminal_colour(i)}]{i + 1}[/]" for i in range(writing.budget)]
     shown = " ".join(marked if writing.budget <= 12 else [*marked[:6], "...", marked[-1]])
     ends = f"  {END} end of sequence" if writing.question else ""
     console.print(f"step {shown}  [dim]prompt[/]  {MASK} mask{ends}")
@@ -277,22 +311,39 @@ def print_legend(console: Console, writing: Writing) -> None:
 
 def print_writings(console: Console, written: Sequence[Writing], trace: bool) -> None:
     """What the rules wrote for one example, after its question if it has one; with `trace` every step."""
+    for line in _lines(written, trace, len(written) > 1, console.width):
+        console.print(line, soft_wrap=True)
 
-    def print_spans(label: str, spans: Sequence[Span]) -> None:
-        for part, line in enumerate(wrapped(spans, console.width - 6)):
-            shown = f"  {label if part == 0 else '':<2}  {''.join(map(_in_colour, line))}"
-            console.print(shown.rstrip(), soft_wrap=True)
 
-    if written[0].question:
-        console.print(f"\n[bold]{written[0].example}[/]  {in_markup(written[0].question)}")
+@contextmanager
+def animation(console: Console, pause: float = PAUSE) -> Iterator[Callable[[list[Writing]], None]]:
+    """A function that shows what is being written in place, for `on_step`; what is printed meanwhile stands above."""
+    with Live(console=console, transient=True, auto_refresh=False) as live:
+
+        def show(written: list[Writing]) -> None:
+            live.update(Group(*_lines(written, False, True, console.width)), refresh=True)
+            time.sleep(pause if written else 0)
+
+        yield show
+
+
+def _lines(written: Sequence[Writing], trace: bool, named: bool, width: int) -> Iterator[str]:
+    """In rich's markup."""
+
+    def spans_of(label: str, spans: Sequence[Span]) -> Iterator[str]:
+        for part, line in enumerate(wrapped(spans, width - 6)):
+            yield f"  {label if part == 0 else '':<2}  {''.join(map(_in_colour, line))}".rstrip()
+
+    if written and written[0].question:
+        yield f"\n[bold]{written[0].example}[/]  {in_markup(written[0].question)}"
         if written[0].wanted:
-            console.print(f"[dim]answer:[/] {in_markup(written[0].wanted)}")
+            yield f"[dim]answer:[/] {in_markup(written[0].wanted)}"
     for writing in written:
-        if len(written) > 1:
-            console.print(f"{in_markup(writing.policy)}:")
-        for i, frame in enumerate(writing.frames if trace else []):
-            print_spans(str(i), frame)
-        print_spans("=" if trace else "", [*writing.result, Span(f"   {outcome(writing)}", None)])
+        if named:
+            yield f"{in_markup(writing.policy)}:"
+        for number, frame in enumerate(writing.frames if trace else [], start=1):
+            yield from spans_of(str(number), frame)
+        yield from spans_of("=" if trace else "", [*writing.result, Span(f"   {outcome(writing)}", None)])
 
 
 def _in_colour(span: Span) -> str:
@@ -325,7 +376,9 @@ def picture(writings: Sequence[Writing]) -> str:
     rows: list[list[tuple[str, str]]] = []  # each of (text, style)
     most = max(writing.budget for writing in writings)
     marked = sorted({round(i * (most - 1) / 11) for i in range(12)})  # as many as fit beside the rest
-    rows.append([("step  ", "fill:#6b7280"), *((f"{i} ", f"fill:{_colour(i, most)};font-weight:700") for i in marked)])
+    rows.append(
+        [("step  ", "fill:#6b7280"), *((f"{i + 1} ", f"fill:{_colour(i, most)};font-weight:700") for i in marked)]
+    )
     rows[0] += [(f"  {MASK} masked  {END} end of sequence", "fill:#6b7280")]
     for _, group in groupby(writings, lambda writing: writing.example):
         same = list(group)
@@ -341,9 +394,9 @@ def picture(writings: Sequence[Writing]) -> str:
             rows.append(
                 [(f"{writing.policy}: ", "fill:#111827;font-weight:700"), (outcome(writing), f"fill:{verdict}")]
             )
-            for step, frame in enumerate(writing.frames):
+            for number, frame in enumerate(writing.frames, start=1):
                 for part, line in enumerate(wrapped(frame, WIDTH - 4)):
-                    rows.append([(f"{step:>2}  " if part == 0 else "    ", "fill:#6b7280")])
+                    rows.append([(f"{number:>2}  " if part == 0 else "    ", "fill:#6b7280")])
                     rows[-1] += [(span.text, _style(span, most)) for span in line]
     height, width = LINE * len(rows) + 2 * MARGIN, round(CELL * WIDTH + 2 * MARGIN)
     lines = []
