@@ -108,6 +108,25 @@ def test_a_sequence_that_has_ended_stays_as_it_is():
     assert (found[0, 5:] == MASK).all()
 
 
+def test_a_sequence_that_reveals_nothing_at_a_step_gets_its_own_logits_at_the_next():
+    model, x = random_model(), torch.nn.functional.pad(PROMPTS, (0, 9), value=MASK)
+    expected = unmask.generate(model.denoiser, x, "iid", 9, seed=1)
+    first, second = (set(row) for row in expected.reveal_step[:, 3:].tolist())
+    assert second - first  # steps at which the second reveals and the first does not
+    scheduler = UnmaskScheduler("iid", block_length=12, seed=1)
+    assert torch.equal(write(model, scheduler, gen_length=9, num_inference_steps=9)[0], expected.tokens[:, 3:])
+
+
+def test_what_the_pipeline_left_out_is_written_at_the_next_step():
+    scheduler, logits = UnmaskScheduler("left-to-right", block_length=4), torch.randn(2, 4, V)
+    scheduler.set_timesteps(4, block_length=4)
+    sample = scheduler.step(logits, 0, torch.full((2, 4), MASK), mask_token_id=MASK).prev_sample
+    assert (sample != MASK).sum(-1).tolist() == [1, 1]
+    sample[0, 0] = MASK
+    sample = scheduler.step(logits, 1, sample, mask_token_id=MASK).prev_sample
+    assert (sample != MASK).tolist() == [[True, False, False, False], [True, True, False, False]]
+
+
 def test_the_configuration_is_kept(tmp_path):
     random_model().save_pretrained(tmp_path / "run")
     UnmaskScheduler("learned(price=2)", run=str(tmp_path / "run"), seed=5).save_pretrained(tmp_path / "scheduler")
