@@ -916,7 +916,7 @@ def test_the_exact_denoiser_of_a_recipe(base, chain, call, refused, tmp_path):
         (exact[:-2], "needs --out"),
         (["evaluate", out, "--exact-denoiser", "--set", "task.seed=1"], "--set is for a recipe"),
         (["evaluate", out, "--bf16"], "leave out --compile, --bf16 and --guidance"),
-        (["evaluate", out, "--exact-denoiser", "--bound"], "--bf16 or --exact-denoiser"),
+        (["evaluate", out, "--exact-denoiser", "--bound"], "--bf16, --cache or --exact-denoiser"),
         (["evaluate", base / "frozen", "--out", out], "--out and --set are for --exact-denoiser"),
         (["evaluate", base / "frozen", "--exact-denoiser"], "the exact posterior of task groups is not known"),
     ):

@@ -141,5 +141,7 @@ def test_what_cannot_be_driven_is_one_line(tmp_path):
         UnmaskScheduler("learned", run=str(tmp_path))
     with pytest.raises(UserError, match="learned needs a learned order"):
         UnmaskScheduler("learned")
+    with pytest.raises(UserError, match="wino asks for passes of its own: give another rule"):
+        UnmaskScheduler("wino")
     with pytest.raises(UserError, match="give mask_token_id"):
         UnmaskScheduler().step(torch.zeros(1, 2, 3), 0, torch.zeros(1, 2).long())

@@ -13,6 +13,7 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.schedulers.scheduling_block_refinement import BlockRefinementScheduler, BlockRefinementSchedulerOutput
 from torch import Tensor
 
+from unmask import rng
 from unmask.decoding.canvas import Canvas, blank_canvas
 from unmask.decoding.confidence import log_probabilities
 from unmask.decoding.policies import parse_policy
@@ -44,6 +45,8 @@ class UnmaskScheduler(BlockRefinementScheduler):
     ) -> None:
         self.network = load_selector(run) if run else None
         self.policy = parse_policy(policy, self.network)
+        placed = f"a scheduler is given logits alone, and {policy} asks for passes of its own: give another rule"
+        require(not self.policy.shadows, placed)
         reads_hidden = self.network is not None and self.network.read_hidden is not None
         require(not reads_hidden, "a scheduler is given logits alone: train with model.selector.reads = 'logits'")
         self.set_timesteps(num_inference_steps, block_length=block_length)
@@ -110,7 +113,7 @@ class UnmaskScheduler(BlockRefinementScheduler):
         seed: int = self.config["seed"]
         if generator is not None:
             seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        self.canvas.seed.fill_(seed)
+        self.canvas.seed.fill_(rng.signed(seed))
         self.blocks += 1
 
 

@@ -236,6 +236,16 @@ def test_a_sequence_that_enters_finds_nothing_of_the_one_before_it(cache):
     torch.testing.assert_close(found[:, :6], fresh[:, :6])
 
 
+def test_a_sequence_whose_first_step_needs_no_pass_finds_nothing_of_the_one_before_it():
+    denoiser, options = block_denoiser(0), {"cache": "prefix", "seed": 1, "batch_size": 1}
+    given = torch.randint(V, (6, 3), generator=torch.Generator().manual_seed(0))
+    canvas = torch.nn.functional.pad(given, (0, 4), value=MASK)
+    together = generate(denoiser, canvas, "blocks(4,iid)", 12, **options)
+    for row, prompt in enumerate(canvas):
+        alone = generate(denoiser, prompt[None], "blocks(4,iid)", 12, ids=torch.tensor([row]), **options)
+        assert torch.equal(together.tokens[row], alone.tokens[0])
+
+
 def test_compiled_and_static_runs_of_a_block_causal_model_have_no_cache():
     denoiser = block_denoiser()
     plain = generate(denoiser, prompts(), "blocks(4,margin)", 8, cache="none")
@@ -258,7 +268,9 @@ class Plain:
 @pytest.mark.parametrize(
     ("denoiser", "policy", "options", "message"),
     [
-        (small_denoiser(), "remdm-cap", {"cache": "prefix"}, "re-masks anywhere.*give a rule inside blocks"),
+        (small_denoiser(), "p2", {"cache": "prefix"}, r"re-masks anywhere.*such as blocks\(32,p2"),
+        (small_denoiser(), "prophet", {"cache": "prefix"}, r"such as blocks\(32,margin\)"),
+        (block_denoiser(), "prophet", {}, "blocks cannot hold prophet"),
         (small_denoiser(), "margin", {"cache": "prefix"}, r"writes anywhere.*such as blocks\(32,margin\)"),
         (Plain(), "blocks(4,margin)", {"cache": "prefix"}, "Plain keeps no keys and values: leave cache out"),
         (small_denoiser(), "blocks(4,margin)", {"cache": "dual"}, "cache must be auto, none or prefix, got 'dual'"),

@@ -242,6 +242,7 @@ OTHER = {
     "guidance": 1.5,
     "eos_policy": "min-length:20",
     "precision": "bf16",
+    "cache": "prefix",
 }
 
 

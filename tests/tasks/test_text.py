@@ -662,8 +662,10 @@ def test_from_training_to_the_report(own, call, refused):  # noqa: F811
     assert "valid" not in shown
     assert "area" not in shown
     assert "2 steps\n" in call("sample", "free", "--num", "1", "--steps", "2")[1]
-    assert call("report", "free")[0] == 0
-    assert "valid" not in (own / "free" / "report.html").read_text(encoding="utf-8")
+    for page in ("html", "md"):
+        assert call("report", "free", "--format", page)[0] == 0
+        text = (own / "free" / f"report.{page}").read_text(encoding="utf-8")
+        assert "valid" not in text.partition("<script")[0] + text.rpartition("</script>")[2]
     assert "has no checker: give it one" in refused("evaluate", "free", "--cpu", "--curve", "--examples", "4")
     assert "--find needs a checker" in refused("sample", "free", "--find", "right")
     checked = ["--set", "task.checker=my_checks:check"]

@@ -32,7 +32,7 @@ class Kept:
         self.denoiser, self.policy, self.exact = denoiser, policy, bool(getattr(denoiser, "block_size", 0))
         self.cache = denoiser.new_cache(*canvas.tokens.shape)
         self.hidden = torch.empty(0)  # [b, L, D]
-        self.slot = canvas.slot.clone()  # [b]
+        self.slot, self.row = canvas.slot.clone(), canvas.row.clone()  # [b]
         self.tokens = torch.full_like(canvas.tokens, -1)  # [b, L]: of which the kept states are
         self.block = torch.full_like(canvas.slot, -1)  # [b]: c at the last pass
 
@@ -44,9 +44,10 @@ class Kept:
         if len(canvas) < len(self.slot):  # finished rows have left
             left = torch.isin(self.slot, canvas.slot)
             self.cache, self.hidden = self.cache[:, :, left], self.hidden[left]
-            self.slot, self.tokens, self.block = self.slot[left], self.tokens[left], self.block[left]
-        entered = canvas.index == 0
-        self.tokens[entered], self.block[entered] = -1, -1
+            self.slot, self.row = self.slot[left], self.row[left]
+            self.tokens, self.block = self.tokens[left], self.block[left]
+        entered = (canvas.index == 0) | (canvas.row != self.row)  # its first step may have needed no pass
+        self.tokens[entered], self.block[entered], self.row = -1, -1, canvas.row.clone()
         block, tokens = block_numbers(canvas.response, self.policy.size), canvas.tokens
         attended = torch.ones_like(canvas.response) if canvas.attention_mask is None else canvas.attention_mask
         last = block.amax(-1)
@@ -98,9 +99,13 @@ def check_cache(cache: str, denoiser: object, policy: Policy, guided: bool, stat
         raise UserError(f"cache = 'prefix': {type(denoiser).__name__} keeps no keys and values: leave cache out")
     if not isinstance(policy, Blocks):
         why = "re-masks anywhere" if policy.remasks else "writes anywhere"
+        try:
+            inner = Blocks(32, policy).inner.name
+        except UserError:  # not every rule runs inside blocks
+            inner = "margin"
         raise UserError(
             f"cache = 'prefix': {policy.name} {why}, and keys and values are kept for finished blocks: "
-            f"give a rule inside blocks, such as blocks(32,{'margin' if policy.remasks else policy.name})"
+            f"give a rule inside blocks, such as blocks(32,{inner})"
         )
     require(
         not policy.shadows, f"cache = 'prefix' does not go with {policy.name}, which reads shadows: leave cache out"

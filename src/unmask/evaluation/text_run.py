@@ -89,7 +89,7 @@ class TextRun:
         self.mask, self.eos = self.model.denoiser.mask_token_id, self.task.eos_token_id
         Engine(self.model.denoiser, self.rule, self.max_steps, batch_size=batch_size)  # or says what is wrong
         if network_of(self.rule) is not None:
-            self.rule.check(self.max_steps, torch.empty(0))
+            self.rule.check(self.max_steps, response_sizes(self.task, 1))
 
     def write(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """What is written for each prompt, with the options of lm-evaluation-harness: `until`, `max_gen_toks`, ...

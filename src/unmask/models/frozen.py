@@ -140,7 +140,7 @@ class FrozenDenoiser(nn.Module):
         return cache
 
     def cached(self, *given: Tensor) -> Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
             hidden: Tensor = self.network.cached(*given)
             return hidden
 

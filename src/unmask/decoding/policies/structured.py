@@ -49,7 +49,9 @@ class Blocks(Policy):
         whole = self.inner.reads_revealed and not self.inner.remasks  # such as prophet, whose answer may lie anywhere
         network = isinstance(self.inner, NetworkPolicy) and getattr(self.inner.network, "block_size", 0) != self.size
         inside = not (whole or network or isinstance(self.inner, Blocks))
-        wanted = "no blocks, no network but one learned for such blocks, and nothing but masks read unless it re-masks"
+        wanted = (
+            "give one that is no blocks, needs no network of other blocks and, unless it re-masks, reads masks only"
+        )
         require(inside, f"blocks cannot hold {self.inner.name}: {wanted}")
         for name in ("remasks", "reads_revealed", "shadows"):
             object.__setattr__(self, name, getattr(self.inner, name))
@@ -127,12 +129,13 @@ def in_blocks(policy: Policy, size: int) -> Policy:
     """The rule on a denoiser that was trained for blocks of this size; 0: for none.  A network's own goes inside."""
     if isinstance(policy, NetworkPolicy) and size:
         policy = Blocks(size, policy)
-    if size and not (isinstance(policy, Blocks) and policy.size == size):
-        inner = policy.inner if isinstance(policy, Blocks) else policy
-        wanted = f"give the rule as blocks({size},{inner.name}), not {policy.name}"
-        raise UserError(f"the denoiser is block-causal and was trained for blocks of {size}: {wanted}")
     if size and policy.shadows:
         raise UserError(f"{policy.name} reads shadows, which a block-causal denoiser does not take: give another rule")
+    if size and not (isinstance(policy, Blocks) and policy.size == size):
+        inner = policy.inner if isinstance(policy, Blocks) else policy
+        Blocks(size, inner)  # or says why not
+        wanted = f"give the rule as blocks({size},{inner.name}), not {policy.name}"
+        raise UserError(f"the denoiser is block-causal and was trained for blocks of {size}: {wanted}")
     return policy
 
 
