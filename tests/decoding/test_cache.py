@@ -246,6 +246,15 @@ def test_a_sequence_whose_first_step_needs_no_pass_finds_nothing_of_the_one_befo
         assert torch.equal(together.tokens[row], alone.tokens[0])
 
 
+def test_a_response_shorter_than_a_block_is_one_block():
+    canvas = torch.tensor([[1, 2, MASK, MASK, MASK], [3, MASK, MASK, MASK, 5]])
+    with_, without = (
+        generate(block_denoiser(), canvas, "blocks(4,margin)", 2, cache=cache) for cache in ("auto", "none")
+    )
+    assert torch.equal(with_.tokens, without.tokens)
+    assert not with_.masked.any()
+
+
 def test_compiled_and_static_runs_of_a_block_causal_model_have_no_cache():
     denoiser = block_denoiser()
     plain = generate(denoiser, prompts(), "blocks(4,margin)", 8, cache="none")

@@ -40,6 +40,7 @@ class Blocks(Policy):
 
     key = "blocks"
     holds_back = True
+    of_denoiser = False  # whether the size is that of a block-causal denoiser, which nobody can choose
     size: int
     inner: Policy
 
@@ -89,7 +90,7 @@ class Blocks(Policy):
     def check(self, max_steps: int, num_response: Tensor) -> None:
         size, smallest, largest = self.size, int(num_response.min()), int(num_response.max())
         large = f"blocks of {size} are larger than a response of {smallest} tokens"
-        require(smallest >= size, f"{large}: give smaller ones")
+        require(smallest >= size or self.of_denoiser, f"{large}: give smaller ones")
         blocks = -(-largest // size)
         enough = f"give at least {blocks} steps, not {max_steps}"
         require(max_steps >= blocks, f"a response of {largest} tokens has {blocks} blocks of {size}: {enough}")
@@ -136,6 +137,9 @@ def in_blocks(policy: Policy, size: int) -> Policy:
         Blocks(size, inner)  # or says why not
         wanted = f"give the rule as blocks({size},{inner.name}), not {policy.name}"
         raise UserError(f"the denoiser is block-causal and was trained for blocks of {size}: {wanted}")
+    if size:
+        policy = replace(policy)
+        object.__setattr__(policy, "of_denoiser", True)
     return policy
 
 
