@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,7 @@ def test_every_public_name_has_a_home():
 def test_neither_help_nor_policies_wait_for_torch(command):
     code = f"""
 import sys
+import tomllib
 from unmask.cli import main
 try:
     main(["{command}"])
@@ -153,3 +155,10 @@ def test_the_console_script_and_the_module_run():
         assert done.returncode == 2
         assert done.stderr.startswith("unmask: no recipe 'no-such-recipe'")
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_every_planted_mistake_still_has_its_place():
+    rows = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text(encoding="utf-8"))["mutant"]
+    assert len({row["name"] for row in rows}) == len(rows)
+    for row in rows:
+        assert (SOURCE / row["file"]).read_text(encoding="utf-8").count(row["text"]) == 1, row["name"]
