@@ -122,6 +122,10 @@ def test_the_command_repeats_it(running, capsys):
         assert call(*words[1:]) == 0
         shown = capsys.readouterr().out
         assert " ".join(text for text, _ in found["tokens"]) in shown
+    texts = {"model": "texts", "prompt": "a"}
+    assert client.post("/v1/generate", json={**texts, "max_tokens": 19}).json()["command"]
+    cut = client.post("/v1/generate", json={**texts, "max_tokens": 5}).json()
+    assert cut["command"] is None, "no option of `unmask sample` makes a sequence shorter"
     assert quoted("a\x1b'\\\u202e") == r"$'a\x1b\'\\\U0000202e'"
     assert quoted("a b") == "'a b'"
 
@@ -179,8 +183,9 @@ BAD = {
     "hot": ({**GENERATE, "temperature": -1}, 422, "temperature must not be negative"),
     "a seed of 65 bits": ({**GENERATE, "seed": 2**64}, 422, "seed must fit in 64 bits"),
     "a number for text": ({**GENERATE, "prompt": 7}, 422, "prompt must be a string"),
-    "no such example": ({"model": "pairs", "example": 99}, 422, "has the examples 0 to 3: no 99"),
-    "a list": ([1], 422, "must be a table"),
+    "no such example": ({"model": "pairs", "example": 99}, 422, "examples are numbered from 0 to 3, got 99"),
+    "an example below 0": ({"model": "puzzle", "example": -1}, 422, "examples are numbered from 0, got -1"),
+    "a list": ([1], 422, "the body must be a JSON object"),
     "a puzzle's prompt": ({"model": "puzzle", "prompt": "x"}, 422, "write 4 of a b c and _"),
     "completion without prompt": ({"model": "pairs"}, 422, "'prompt' is missing"),
     "two completions": ({**GENERATE, "n": 2}, 422, "n must be 1"),

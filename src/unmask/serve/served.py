@@ -23,7 +23,7 @@ from unmask.evaluation.text_run import cut
 from unmask.report.trace import spans
 from unmask.rule_list import listed_rules
 from unmask.serve.worker import Job, State
-from unmask.tasks.task import Examples, Task, check_no_mask
+from unmask.tasks.task import Examples, Task, check_example, check_no_mask
 
 PER_TOKEN = 64  # a prompt with more characters than this for each position is too long, whatever its tokens
 
@@ -161,13 +161,15 @@ class Served:
     def request(self, asked: Asked) -> Request:
         """UserError where it cannot be answered."""
         rule = self._rule(asked.policy)
-        truth = self._examples(asked)
+        whole = self._examples(asked)
+        truth = self._shortened(whole, asked.max_tokens)
         steps = self.budget(int(truth.num_response)) if asked.steps is None else asked.steps
         require(1 <= steps <= self.max_steps, f"steps must be between 1 and {self.max_steps}, got {steps}")
         temperature = self.temperature if asked.temperature is None else asked.temperature
         choice = TokenChoice(temperature, asked.top_p, asked.top_k, eos_token_id=self.task.eos_token_id)
         rule.check(steps, truth.num_response)
-        return Request(self, asked, rule, steps, choice, truth)
+        is_cut = bool(truth.num_response < whole.num_response)
+        return Request(self, asked, rule, steps, choice, truth, is_cut)
 
     def _parsed(self, text: str) -> Policy:
         text = text or ("learned" if self.selector is not None else "top-prob")
@@ -180,13 +182,10 @@ class Served:
         return self._opened[0 if network_of(rule) is not None else 1].denoiser
 
     def _examples(self, asked: Asked) -> Examples:
-        task, limit = self.task, self.task.test_examples
+        task = self.task
         require((asked.prompt is None) != (asked.example is None), "give a prompt or the number of an example")
         if asked.example is not None:
-            known = "any number from 0" if limit is None else f"0 to {limit - 1}"
-            require(
-                0 <= asked.example < (limit or 2**63), f"task {task.name} has the examples {known}: no {asked.example}"
-            )
+            check_example(task, asked.example)
             found = task.examples(torch.tensor([asked.example]), "test")
         else:
             assert asked.prompt is not None
@@ -200,7 +199,7 @@ class Served:
             except Exception as error:  # tokenizers raises plain Exception
                 raise UserError(f"the prompt cannot be encoded ({error})") from None
         check_no_mask(found, self._opened[0].denoiser.mask_token_id, task.text)
-        return self._shortened(found, asked.max_tokens)
+        return found
 
     def _shortened(self, examples: Examples, most: int | None) -> Examples:
         """With room for `most` tokens of response only, where texts have no end; a run of pairs writes all of it."""
@@ -224,6 +223,7 @@ class Request:
     steps: int
     choice: TokenChoice
     truth: Examples  # [1, L] each
+    is_cut: bool  # by max_tokens
 
     def job(self, tell: Callable[[State | Exception], None], watched: bool) -> Job:
         denoiser, truth = self.served.denoiser(self.rule), self.truth
@@ -305,9 +305,11 @@ class Request:
         }
 
     @property
-    def command(self) -> str:
-        """What repeats it in a terminal."""
+    def command(self) -> str | None:
+        """What repeats it in a terminal; `unmask sample` has no max_tokens."""
         asked = self.asked
+        if self.is_cut:
+            return None
         words = ["unmask", "sample", str(self.served.run), "--policy", self.rule.name, "--steps", str(self.steps)]
         if asked.prompt is None:
             words += ["--example", str(asked.example)]
