@@ -114,11 +114,11 @@ def test_in_blocks_the_probabilities_are_those_of_the_block_and_its_step(tmp_pat
     """The selector is asked about the block that is written; the denoiser sees no later block."""
     unmask.train(unmask.load_recipe("groups-blocks", [*FAST, "order.budget=3"]), tmp_path, cpu=True)
     unmask.evaluate(tmp_path, policies=["learned"], examples=2, cpu=True)
-    model, plain, recipe, task = load_run(tmp_path)
+    model, _, recipe, task = load_run(tmp_path)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.data.normal_(std=0.4, generator=generator)
-    monkeypatch.setattr("unmask.report.orders.open_run", lambda *_: (model, plain, task, recipe))
+    monkeypatch.setattr("unmask.report.orders.open_run", lambda *_: (model, None, task, recipe))
     examples, said, decide = type(task).examples, [], Learned.decide
 
     def with_prompt(self, ids, split):
