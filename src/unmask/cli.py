@@ -655,7 +655,7 @@ def serve(
     trust_task: TrustTask = False,
     cpu: Cpu = False,
 ) -> None:
-    """A playground in the browser and an HTTP interface, OpenAI's completions among it; GET /docs tells.
+    """A playground in the browser and an HTTP interface, including OpenAI-style completions; see GET /docs.
 
     Requests share the passes of the model, and each gets what it would get alone.  SIGTERM lets those that are being
     answered finish.

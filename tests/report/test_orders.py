@@ -5,6 +5,7 @@ import torch
 
 import unmask
 from tests.evaluation.by_hand import changed
+from tests.evaluation.test_blocks import FAST
 from tests.training.small import TINY_RECIPE
 from unmask.decoding.policies import Learned
 from unmask.decoding.tokens import TokenChoice
@@ -16,6 +17,7 @@ from unmask.tasks.molecules.chemistry import drawn
 from unmask.tasks.molecules.molecules import Molecules
 from unmask.tasks.puzzles.groups import Groups
 from unmask.tasks.sudoku.sudoku import Sudoku
+from unmask.tasks.task import Examples
 from unmask.tasks.text.text import Text
 from unmask.training.run import load_run
 from unmask.variational.selection import OneByOne
@@ -106,6 +108,51 @@ def test_one_at_a_time_the_probabilities_sum_to_one(run, monkeypatch):
     monkeypatch.setattr("unmask.report.orders.open_run", lambda *_: (model, plain, task, recipe))
     (example,) = orders_of(run, [record for record in read_run(run) if record.spec.learned], 1)["examples"]
     assert sum(example["policies"][0]["steps"][0]["selector"]) == pytest.approx(100, abs=2)
+
+
+def test_in_blocks_the_probabilities_are_those_of_the_block_and_its_step(tmp_path, monkeypatch):
+    """The selector is asked about the block that is written; the denoiser sees no later block."""
+    unmask.train(unmask.load_recipe("groups-blocks", [*FAST, "order.budget=3"]), tmp_path, cpu=True)
+    unmask.evaluate(tmp_path, policies=["learned"], examples=2, cpu=True)
+    model, _, recipe, task = load_run(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.4, generator=generator)
+    monkeypatch.setattr("unmask.report.orders.open_run", lambda *_: (model, None, task, recipe))
+    examples, said, decide = type(task).examples, [], Learned.decide
+
+    def with_prompt(self, ids, split):
+        found = examples(self, ids, split)
+        return Examples(found.tokens, found.response & (torch.arange(task.length) >= 3), found.attention_mask)
+
+    def listening(self, step):
+        decision = decide(self, step)
+        asked = step.masked & (step.index < step.max_steps - 1)[:, None]
+        seen = (asked, decision.scores.sigmoid()), (step.masked, step.stats["log_top"].exp())
+        said.append([torch.where(where, 100 * values, torch.nan)[0] for where, values in seen])
+        return decision
+
+    monkeypatch.setattr(type(task), "examples", with_prompt)
+    monkeypatch.setattr(Learned, "decide", listening)
+    for policy in ("learned", "blocks(8,learned)"):
+        said.clear()
+        records = [changed(record, policy=policy) for record in read_run(tmp_path)]
+        (example,) = orders_of(tmp_path, records, 1)["examples"]
+        steps = example["policies"][0]["steps"]
+        assert len(steps) - 1 <= len(said) > 2, "at the very last step it is not asked"
+        for step, (chosen, sure) in zip(steps, said, strict=False):
+            found, confidence = (
+                torch.tensor([torch.nan if value is None else value for value in step[name]]).float()
+                for name in ("selector", "confidence")
+            )
+            torch.testing.assert_close(found, chosen, atol=0.51, rtol=0, equal_nan=True)
+            here = ~sure.isnan()
+            torch.testing.assert_close(confidence[here], sure[here], atol=0.51, rtol=0)
+
+
+def test_a_rule_may_need_the_frequencies_of_tokens(run):
+    records = [changed(record, policy="pc-sampler") for record in read_run(run) if record.spec.policy == "iid"]
+    assert orders_of(run, records, 1)["heat"]["policies"] == ["pc-sampler @ 2"]
 
 
 def test_heat_is_the_mean_step_from_1(heard):

@@ -659,7 +659,8 @@ def test_the_page_tells_the_comparison(tmp_path):
 def test_training_curves(tmp_path):
     """Few points however long the run; damaged lines and those of other things are left out."""
     lines = [sealed({"stage": "order", "update": i, "elbo": -1 / (i + 1)}) for i in range(1000)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(["{", sealed({"stage": "order", "saved": 1}), *lines]))
+    other = {"stage": "order", "saved": 1}, {"update": 1, "elbo": -1.0}
+    (tmp_path / "metrics.jsonl").write_text("\n".join(["{", *map(sealed, other), *lines]))
     (stage, points), *others = training_curves(tmp_path / "metrics.jsonl").items()
     assert (stage, others, points[:2]) == ("order", [], [(0, -1.0), (5, -1 / 6)])
     assert len(points) == 200

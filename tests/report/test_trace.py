@@ -273,7 +273,7 @@ def test_examples_are_found_by_what_comes_of_them(run, call, refused, monkeypatc
     assert len(seen) == 2, "a rule that is not as asked is the last one tried"
     for wrong in ("right", "right,right,right", "right,maybe"):
         assert "--find takes right or wrong for each --policy" in refused(*words, "--find", wrong)
-    assert "has the examples 0 to 1: no --example 7" in refused(*words, "--example", "7")
+    assert "examples are numbered from 0 to 1, got 7" in refused(*words, "--example", "7")
     assert "no held-out split 'tset'; did you mean 'test'?" in refused("sample", run, "--split", "tset")
 
 

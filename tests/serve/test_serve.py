@@ -16,13 +16,16 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.evaluation.test_blocks import FAST
 from tests.serve.serving import alone, events, held, served, serving, wait_for, without_times
 from tests.test_bad_input import call
 from tests.test_benchmarks import load
 from unmask.decoding.open_batch import OpenBatch
+from unmask.recipe import load_recipe
 from unmask.serve import worker as module
 from unmask.serve.app import BODY, Limits
 from unmask.serve.served import Asked, quoted
+from unmask.training.run import train
 
 ROWS = 4
 
@@ -31,6 +34,14 @@ ROWS = 4
 def running(models):
     with serving(models, ROWS) as (client, server):
         yield client, server
+
+
+@pytest.fixture(scope="module")
+def in_blocks(tmp_path_factory):
+    """A block-causal model: two steps in each of two blocks."""
+    out = tmp_path_factory.mktemp("blocks") / "run"
+    train(load_recipe("groups-blocks", FAST), out, cpu=True)
+    return served(out)[0]
 
 
 def metrics(client):
@@ -111,6 +122,10 @@ def test_the_command_repeats_it(running, capsys):
         assert call(*words[1:]) == 0
         shown = capsys.readouterr().out
         assert " ".join(text for text, _ in found["tokens"]) in shown
+    texts = {"model": "texts", "prompt": "a"}
+    assert client.post("/v1/generate", json={**texts, "max_tokens": 19}).json()["command"]
+    cut = client.post("/v1/generate", json={**texts, "max_tokens": 5}).json()
+    assert cut["command"] is None, "no option of `unmask sample` makes a sequence shorter"
     assert quoted("a\x1b'\\\u202e") == r"$'a\x1b\'\\\U0000202e'"
     assert quoted("a b") == "'a b'"
 
@@ -168,14 +183,18 @@ BAD = {
     "hot": ({**GENERATE, "temperature": -1}, 422, "temperature must not be negative"),
     "a seed of 65 bits": ({**GENERATE, "seed": 2**64}, 422, "seed must fit in 64 bits"),
     "a number for text": ({**GENERATE, "prompt": 7}, 422, "prompt must be a string"),
-    "no such example": ({"model": "pairs", "example": 99}, 422, "has the examples 0 to 3: no 99"),
-    "a list": ([1], 422, "must be a table"),
+    "no such example": ({"model": "pairs", "example": 99}, 422, "examples are numbered from 0 to 3, got 99"),
+    "an example below 0": ({"model": "puzzle", "example": -1}, 422, "examples are numbered from 0, got -1"),
+    "a list": ([1], 422, "the body must be a JSON object"),
     "a puzzle's prompt": ({"model": "puzzle", "prompt": "x"}, 422, "write 4 of a b c and _"),
     "completion without prompt": ({"model": "pairs"}, 422, "'prompt' is missing"),
     "two completions": ({**GENERATE, "n": 2}, 422, "n must be 1"),
     "two prompts": ({**GENERATE, "prompt": ["a", "b"]}, 422, "send a request for each"),
     "tokens": ({**GENERATE, "prompt": [1, 2]}, 422, "prompt must be one text"),
     "logprobs": ({**GENERATE, "logprobs": 3}, 422, "logprobs is not supported"),
+    "a number as stop": ({**GENERATE, "stop": 5}, 422, "stop must be a text or a list of texts"),
+    "a table as stop": ({**GENERATE, "stop": {"a": 1}}, 422, "stop must be a text or a list of texts"),
+    "numbers as stop": ({**GENERATE, "stop": [5]}, 422, "stop must be a text or a list of texts"),
 }
 
 
@@ -188,6 +207,31 @@ def test_what_cannot_be_answered_is_told_why(running, name):
     answer = client.post(path, content=json.dumps(body), headers=as_json)
     assert answer.status_code == status, answer.text
     assert reason in answer.json()["error"]["message"]
+
+
+def test_a_block_causal_run_has_its_steps_in_each_block(in_blocks):
+    with serving([in_blocks], ROWS) as (client, _):
+        assert client.get("/v1/models").json()["data"][0]["steps"] == 4
+        answer = client.post("/v1/generate", json={"example": 0})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["budget"] == 4
+
+
+def test_a_rule_may_need_the_frequencies_of_tokens(running):
+    client, _ = running
+    answer = client.post("/v1/generate", json={**GENERATE, "policy": "pc-sampler"})
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_network_inside_blocks_has_the_denoiser_it_was_trained_with(in_blocks, monkeypatch):
+    model, *rest = in_blocks._opened[0], *in_blocks._opened[2:]
+    monkeypatch.setitem(vars(in_blocks), "_opened", (model, SimpleNamespace(denoiser=None), *rest))
+    for policy, denoiser in (
+        ("learned", model.denoiser),
+        ("blocks(8,learned)", model.denoiser),
+        ("blocks(8,iid)", None),
+    ):
+        assert in_blocks.denoiser(in_blocks._rule(policy)) is denoiser
 
 
 def test_what_is_no_request(running):

@@ -124,10 +124,10 @@ def training_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             values = unsealed(line)
-            point = int(values["update"]), float(values["elbo"])
+            stage, point = str(values["stage"]), (int(values["update"]), float(values["elbo"]))
         except (ValueError, KeyError, TypeError):
             continue
-        stages.setdefault(str(values["stage"]), []).append(point)
+        stages.setdefault(stage, []).append(point)
     return {name: points[:: -(-len(points) // MOST_UPDATES)] for name, points in stages.items()}
 
 

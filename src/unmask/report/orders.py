@@ -6,15 +6,17 @@ Steps are counted from 1 here, as people do; probabilities are in percent.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from unmask.decoding.blocks import block_causal, block_numbers
 from unmask.decoding.confidence import FEATURES, confidence, log_probabilities
 from unmask.decoding.generate import Generation
-from unmask.decoding.policies import NetworkPolicy, OneAtATime, Policy, parse_policy
+from unmask.decoding.policies import Blocks, NetworkPolicy, OneAtATime, Policy, in_blocks, network_of, parse_policy
 from unmask.decoding.policies.names import own_rules
 from unmask.decoding.policies.rule import Step
 from unmask.decoding.tokens import TokenChoice
@@ -78,8 +80,9 @@ def orders_of(run: Path, records: Sequence[Record], examples: int, trust_task: b
     with progress("orders", len(chosen) * (1 + len(ids)), transient=True) as advance:
         for record in chosen:
             spec = record.spec
-            rule = parse_policy(spec.policy, model.selector)
-            denoiser = (model if isinstance(rule, NetworkPolicy) else plain).denoiser
+            background = partial(task.token_frequencies, device_of(model.denoiser))
+            rule = parse_policy(spec.policy, model.selector, background)
+            denoiser = (model if network_of(rule) is not None else plain).denoiser
             choice = TokenChoice(spec.temperature, spec.top_p, spec.top_k, spec.guidance, task.eos_token_id)
             given = choice, truth, ids, spec.seed, device_of(denoiser)
             out = generated(denoiser, task, rule, spec.budget, *given)
@@ -144,17 +147,25 @@ def _percent(values: Tensor, here: Tensor, shown: Tensor) -> list[int | None]:
 @torch.no_grad()
 def _said(one: Run, canvases: Tensor, response: Tensor) -> tuple[Tensor, Tensor | list[None]]:
     """Of canvases [S, L], one for each step: c_n [S, L] of the denoiser, and P(n is revealed now) [S, L] of the
-    selector if there is one; both NaN where nothing is masked.
+    selector if there is one; both NaN where nothing is masked, the second also outside the block that is written.
 
     A rule may have looked at less; here the denoiser is asked again, for all masks.
     """
-    denoiser, rule, mask = one.denoiser, one.rule, one.denoiser.mask_token_id
+    denoiser, mask = one.denoiser, one.denoiser.mask_token_id
+    size = getattr(denoiser, "block_size", 0)
+    blocks = in_blocks(one.rule, size)
+    rule = blocks.inner if isinstance(blocks, Blocks) else blocks
+    sees = block_causal(block_numbers(response[None], size), None) if size else None  # [1, L, L]
     sure, chosen = list[Tensor](), list[Tensor]()
     device = device_of(denoiser)
+    block = (response.cumsum(-1) - 1) // (size or len(response))
+    # Of each step, the block of its leftmost mask, and how many steps before it had the same.
+    current = torch.where((canvases == mask) & response, block, len(response)).amin(-1)  # [S]
+    used = (current[:, None] == current).tril(-1).sum(-1)
     for indices in torch.arange(len(canvases)).split(AT_ONCE):
         tokens = canvases[indices].to(device)
         masked = (tokens == mask) & response.to(device)
-        hidden = denoiser.hidden(tokens, None)
+        hidden = denoiser.hidden(tokens, None if sees is None else sees.to(device).expand(len(tokens), -1, -1))
         logits = denoiser.logits(hidden[masked])  # [m, V]
         if mask < logits.shape[-1]:
             logits = logits.index_fill(-1, torch.tensor([mask], device=device), -torch.inf)
@@ -173,16 +184,18 @@ def _said(one: Run, canvases: Tensor, response: Tensor) -> tuple[Tensor, Tensor 
                 torch.full_like(index, int(response.sum())),
                 None,
                 lambda: torch.empty(0),
-                {},
+                {"block": current[indices].to(device), "used": used[indices].to(device)},
                 stats={name: torch.where(masked, value, 0.0) for name, value in stats.items()},  # type: ignore[arg-type]
                 hidden=hidden,
             )
+            if isinstance(blocks, Blocks):
+                step = blocks.inside(step)[1]
             scores = rule.logits(step).float()
             if isinstance(rule, OneAtATime) or isinstance(rule.network.selection, OneByOne):
-                p = torch.where(masked, scores, -torch.inf).softmax(-1)
+                p = torch.where(step.masked, scores, -torch.inf).softmax(-1)
             else:
                 p = scores.sigmoid()
-            asked = masked & (index < one.budget - 1)[:, None]  # at the last step everything is revealed
+            asked = step.masked & (step.index < step.max_steps - 1)[:, None]  # at the last step all is revealed
             chosen.append(torch.where(asked, p, torch.nan).cpu())
     return torch.cat(sure), torch.cat(chosen) if chosen else [None] * len(canvases)
 

@@ -27,7 +27,7 @@ from unmask.errors import UserError, require
 from unmask.evaluation.evaluate import device_of, response_sizes
 from unmask.evaluation.plan import open_run
 from unmask.progress import watched
-from unmask.tasks.task import Examples, Task, check_no_mask
+from unmask.tasks.task import Examples, Task, check_example, check_no_mask
 
 MASK, END = "·", "░"
 BROKEN, LETTER = "\ufffd", 4  # what a decoder writes for a part of a letter, and the most bytes of one
@@ -106,8 +106,8 @@ def sample(
     choice = TokenChoice(temperature, top_p, top_k, eos_token_id=task.eos_token_id)
     budget = steps or trained_steps(model.selector, int(response_sizes(task, 1)[0])) or 4
     limit = task.test_examples
-    if limit is not None and (beyond := [i for i in examples if i >= limit]):
-        raise UserError(f"task {task.name} has the examples 0 to {limit - 1}: no --example {beyond[0]}")
+    for number in examples:
+        check_example(task, number)
     many = limit or max(SEARCHED, num)
     candidates = examples or range(len(prompts) or (many if wanted else min(num, many)))
 

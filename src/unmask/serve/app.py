@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import unmask
 from unmask.display import say
-from unmask.errors import UserError
+from unmask.errors import UserError, require
 from unmask.fields import build
 from unmask.jsonl import parse_json
 from unmask.serve.served import Asked, Completion, Request, Served, completion_text, policies
@@ -367,9 +367,11 @@ async def body_of(http: HttpRequest) -> Any:
     if size > BODY:
         raise HTTPException(413, f"the body is larger than {BODY:,} bytes: send less")
     try:
-        return parse_json(bytes(content))
+        found = parse_json(bytes(content))
     except ValueError as error:
         raise HTTPException(400, f"the body is {error}") from None
+    require(isinstance(found, dict), "the body must be a JSON object")
+    return found
 
 
 async def last(updates: AsyncIterator[State]) -> State:

@@ -5,23 +5,25 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from unmask.decoding.generate import Engine
-from unmask.decoding.policies import RULES, NetworkPolicy, Policy, as_text, own_rules, parse_policy
+from unmask.decoding.policies import RULES, NetworkPolicy, Policy, as_text, network_of, own_rules, parse_policy
+from unmask.decoding.policies.structured import trained_steps
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import visible
 from unmask.errors import UserError, require
+from unmask.evaluation.evaluate import response_sizes
 from unmask.evaluation.plan import open_run
 from unmask.evaluation.text_run import cut
 from unmask.report.trace import spans
 from unmask.rule_list import listed_rules
 from unmask.serve.worker import Job, State
-from unmask.tasks.task import Examples, Task, check_no_mask
+from unmask.tasks.task import Examples, Task, check_example, check_no_mask
 
 PER_TOKEN = 64  # a prompt with more characters than this for each position is too long, whatever its tokens
 
@@ -76,7 +78,8 @@ class Completion:
             require(getattr(self, name) in (None, 1), f"{name} must be 1: send a request with another seed for each")
         for name in ("echo", "logprobs", "frequency_penalty", "presence_penalty", "logit_bias", "suffix"):
             require(not getattr(self, name), f"{name} is not supported: leave it out")
-        require(all(isinstance(end, str) for end in self.ends), "stop must be a text or a list of texts")
+        texts = isinstance(self.stop, list) and all(isinstance(end, str) for end in self.stop)
+        require(texts or isinstance(self.stop, str | None), "stop must be a text or a list of texts")
         return Asked(
             prompt, None, self.model, self.policy, self.steps, self.temperature,
             1.0 if self.top_p is None else self.top_p, self.top_k,
@@ -86,7 +89,7 @@ class Completion:
     @property
     def ends(self) -> list[str]:
         """The texts before which a completion ends."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 @dataclass(frozen=True)
@@ -117,10 +120,9 @@ class Served:
     def selector(self) -> Any:
         return self._opened[0].selector
 
-    @property
-    def budget(self) -> int:
+    def budget(self, num_response: int) -> int:
         """Steps, where a request says nothing; as `unmask sample`."""
-        return self.selector.budget if self.selector is not None else 4
+        return trained_steps(self.selector, num_response) or 4
 
     @property
     def temperature(self) -> float:
@@ -129,6 +131,11 @@ class Served:
     @property
     def takes_prompts(self) -> bool:
         return type(self.task).prompted is not Task.prompted
+
+    @cached_property
+    def _first_size(self) -> int:
+        """N of the first example."""
+        return int(response_sizes(self.task, 1)[0])
 
     def about(self) -> dict[str, Any]:
         """What GET /v1/models tells."""
@@ -144,7 +151,7 @@ class Served:
             "is_text": task.text_tokenizer is not None,
             "takes_prompts": self.takes_prompts,
             "has_order": self.selector is not None,
-            "steps": self.budget,
+            "steps": self.budget(self._first_size),
             "max_steps": self.max_steps,
             "any_steps": self.selector is None or bool(self.selector.prices),
             "prices": list(self.selector.prices) if self.selector is not None else [],
@@ -154,32 +161,31 @@ class Served:
     def request(self, asked: Asked) -> Request:
         """UserError where it cannot be answered."""
         rule = self._rule(asked.policy)
-        steps = self.budget if asked.steps is None else asked.steps
+        whole = self._examples(asked)
+        truth = self._shortened(whole, asked.max_tokens)
+        steps = self.budget(int(truth.num_response)) if asked.steps is None else asked.steps
         require(1 <= steps <= self.max_steps, f"steps must be between 1 and {self.max_steps}, got {steps}")
         temperature = self.temperature if asked.temperature is None else asked.temperature
         choice = TokenChoice(temperature, asked.top_p, asked.top_k, eos_token_id=self.task.eos_token_id)
-        truth = self._examples(asked)
         rule.check(steps, truth.num_response)
-        return Request(self, asked, rule, steps, choice, truth)
+        is_cut = bool(truth.num_response < whole.num_response)
+        return Request(self, asked, rule, steps, choice, truth, is_cut)
 
     def _parsed(self, text: str) -> Policy:
         text = text or ("learned" if self.selector is not None else "top-prob")
         require(len(text) <= 200, "policy is longer than any rule: give one that `GET /v1/policies` lists")
         require(not own_rules(text), f"policy {text!r} names code of somebody's own, which is not run for requests")
-        return parse_policy(text, self.selector)
+        return parse_policy(text, self.selector, partial(self.task.token_frequencies, self.device))
 
     def denoiser(self, rule: Policy) -> Any:
         """Of a run that trained both together, the heuristics have the plain one."""
-        return self._opened[0 if isinstance(rule, NetworkPolicy) else 1].denoiser
+        return self._opened[0 if network_of(rule) is not None else 1].denoiser
 
     def _examples(self, asked: Asked) -> Examples:
-        task, limit = self.task, self.task.test_examples
+        task = self.task
         require((asked.prompt is None) != (asked.example is None), "give a prompt or the number of an example")
         if asked.example is not None:
-            known = "any number from 0" if limit is None else f"0 to {limit - 1}"
-            require(
-                0 <= asked.example < (limit or 2**63), f"task {task.name} has the examples {known}: no {asked.example}"
-            )
+            check_example(task, asked.example)
             found = task.examples(torch.tensor([asked.example]), "test")
         else:
             assert asked.prompt is not None
@@ -193,7 +199,7 @@ class Served:
             except Exception as error:  # tokenizers raises plain Exception
                 raise UserError(f"the prompt cannot be encoded ({error})") from None
         check_no_mask(found, self._opened[0].denoiser.mask_token_id, task.text)
-        return self._shortened(found, asked.max_tokens)
+        return found
 
     def _shortened(self, examples: Examples, most: int | None) -> Examples:
         """With room for `most` tokens of response only, where texts have no end; a run of pairs writes all of it."""
@@ -217,6 +223,7 @@ class Request:
     steps: int
     choice: TokenChoice
     truth: Examples  # [1, L] each
+    is_cut: bool  # by max_tokens
 
     def job(self, tell: Callable[[State | Exception], None], watched: bool) -> Job:
         denoiser, truth = self.served.denoiser(self.rule), self.truth
@@ -298,9 +305,11 @@ class Request:
         }
 
     @property
-    def command(self) -> str:
-        """What repeats it in a terminal."""
+    def command(self) -> str | None:
+        """What repeats it in a terminal; `unmask sample` has no max_tokens."""
         asked = self.asked
+        if self.is_cut:
+            return None
         words = ["unmask", "sample", str(self.served.run), "--policy", self.rule.name, "--steps", str(self.steps)]
         if asked.prompt is None:
             words += ["--example", str(asked.example)]

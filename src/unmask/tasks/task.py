@@ -278,6 +278,13 @@ def check_no_mask(examples: Examples, mask_token_id: int, text: Callable[[list[i
         raise UserError(f"take the mask token, which stands for what is to be written, out of the text {shown[:80]!r}")
 
 
+def check_example(task: Task, number: int) -> None:
+    """Raise UserError where the task has no held-out example of this number."""
+    limit = task.test_examples
+    known = number >= 0 and (limit is None or number < limit)
+    require(known, f"examples are numbered from 0{'' if limit is None else f' to {limit - 1}'}, got {number}")
+
+
 def prompt_kept(tokens: Tensor, examples: Examples) -> Tensor:
     """[B]: whether every position outside the response is as it was given."""
     return ((tokens == examples.tokens) | examples.response).all(-1)

@@ -101,26 +101,33 @@ class Blocks(Policy):
         block = torch.zeros(rows, dtype=torch.long, device=device)
         return {"block": block, "used": torch.zeros_like(block)} | self.inner.init_state(rows, length, device)
 
-    def decide(self, step: Step) -> Decision:
+    def inside(self, step: Step) -> tuple[Tensor, Step]:
+        """Which block is written now [b], and the step as the rule inside sees it."""
         current, inside = self._current(step.masked, step.place(), step.memory)
         used = torch.where(current == step.memory["block"], step.memory["used"], 0)
         blocks = (step.num_response + self.size - 1) // self.size
         steps = step.max_steps // blocks + (current < step.max_steps % blocks).long()
         inside = step.response & inside
-        masked = step.masked & inside
-        here = replace(step, index=used, max_steps=steps, masked=masked, response=inside, num_response=inside.sum(-1))
+        masked, size = step.masked & inside, inside.sum(-1)
+        here = replace(step, index=used, max_steps=steps, masked=masked, response=inside, num_response=size)
         if isinstance(self.inner, NetworkPolicy):  # it sees what the denoiser sees
             block = block_numbers(step.response, self.size)
             here = replace(here, attention_mask=block_causal(block, step.attention_mask))
+        return current, here
+
+    def decide(self, step: Step) -> Decision:
+        current, here = self.inside(step)
+        used, masked = here.index, here.masked
         decision = self.inner.decide(here.offered())
-        last = (used >= steps - 1)[:, None]
+        last = (used >= here.max_steps - 1)[:, None]
         reveal = masked & (decision.reveal | last)
         memory = (decision.memory or {}) | {"block": current, "used": used + 1}
         if not self.inner.remasks:
             return decision._replace(reveal=reveal, memory=memory)
-        revisable = inside & ~step.masked & ~last
+        revisable = here.response & ~step.masked & ~last
         remask, edit = (None if where is None else where & revisable for where in (decision.remask, decision.edit))
         left = masked ^ reveal if remask is None else (masked ^ reveal) | remask
+        blocks = (step.num_response + self.size - 1) // self.size
         done = last[:, 0] if decision.finished is None else last[:, 0] | (decision.finished & ~left.any(-1))
         memory |= {"block": current + done, "used": torch.where(done, 0, used + 1)}
         return Decision(reveal, remask=remask, edit=edit, finished=current + done >= blocks, memory=memory)

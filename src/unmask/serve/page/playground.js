@@ -92,7 +92,7 @@ class Lane {
       mark.textContent = valid ? "✓ right" : "✗ not right";
     }
     this.part("code").textContent = command;
-    this.part(".repeat").hidden = false;
+    this.part(".repeat").hidden = command === null;
     this.finished?.();
   }
 
