@@ -212,7 +212,8 @@ def main() -> None:
         f"{device_name(device)}, torch {torch.__version__}, {torch.get_num_threads()} threads, revision {revision()}"
     )
     where += f", load of the machine {busy:.1f} before and {os.getloadavg()[0]:.1f} after, on {os.cpu_count()} cores"
-    record = {"where": where, "run": served.name, "different_requests": given.kinds, "checks": checks}
+    record = {"where": where, "run": served.name, "different_requests": given.kinds}
+    record |= {"requests_begin": bodies[:2], "checks": checks}
     record |= {"times_one_at_a_time": round(many.per_second / single, 2), "loads": [asdict(each) for each in loads]}
     if given.out:
         given.out.parent.mkdir(parents=True, exist_ok=True)
