@@ -150,7 +150,7 @@ def write_html(path: Path, sections: Sequence[Section]) -> None:
     body += [_section(section, drawn, alone=len(sections) == 1) for section in sections]
     parts = {
         "style": _file("page.css") + _file("viewer.css"),
-        "script": _file("viewer.js") + _file("page.js"),
+        "script": "".join(map(_file, ("colours.js", "viewer.js", "page.js"))),
         "head": _head(sections),
         "body": "".join(body),
         "foot": f"Written by unmask {in_html(unmask.__version__)}. Nothing on this page comes from a network.",

@@ -42,12 +42,13 @@ T = TypeVar("T")
 BODY = 1 << 20  # bytes of a request
 DRAINED = 32 * BODY  # bytes of a request that is too large which are still read, so that its client reads the answer
 PAGE = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/playground.css": ("playground.css", "text/css; charset=utf-8"),
-    "/playground.js": ("playground.js", "text/javascript; charset=utf-8"),
-    "/docs": ("api.html", "text/html; charset=utf-8"),
-    "/api.js": ("api.js", "text/javascript; charset=utf-8"),
-    "/openapi.json": ("openapi.json", "application/json"),
+    "/": ("unmask.serve", "index.html", "text/html; charset=utf-8"),
+    "/playground.css": ("unmask.serve", "playground.css", "text/css; charset=utf-8"),
+    "/playground.js": ("unmask.serve", "playground.js", "text/javascript; charset=utf-8"),
+    "/colours.js": ("unmask.report", "colours.js", "text/javascript; charset=utf-8"),
+    "/docs": ("unmask.serve", "api.html", "text/html; charset=utf-8"),
+    "/api.js": ("unmask.serve", "api.js", "text/javascript; charset=utf-8"),
+    "/openapi.json": ("unmask.serve", "openapi.json", "application/json"),
 }
 OPEN = {*PAGE, "/healthz"}  # no token is asked for: nothing of the model is there
 KNOWN = {*OPEN, "/metrics", "/v1/models", "/v1/policies", "/v1/generate", "/v1/completions"}
@@ -205,8 +206,8 @@ class Server:
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
-    def _page(self, name: str, kind: str) -> Callable[[HttpRequest], Any]:
-        content = (files("unmask.serve") / "page" / name).read_bytes()
+    def _page(self, package: str, name: str, kind: str) -> Callable[[HttpRequest], Any]:
+        content = (files(package) / "page" / name).read_bytes()
 
         async def page(request: HttpRequest) -> Response:
             return Response(content, media_type=kind)

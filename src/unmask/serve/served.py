@@ -147,6 +147,7 @@ class Served:
             "created": 0,
             "task": task.name,
             "length": task.length,
+            "columns": task.grid[0],
             "examples": task.test_examples,
             "is_text": task.text_tokenizer is not None,
             "takes_prompts": self.takes_prompts,

@@ -1,19 +1,9 @@
 "use strict";
 
 const at = (id) => document.getElementById(id);
-const VIRIDIS = [[253, 231, 37], [94, 201, 98], [33, 145, 140], [59, 82, 139], [68, 1, 84]]; // early to late
 const PACE = 280; // milliseconds between two steps as they are shown, at least
-const SQUARES = ["sudoku", "latin-square"];
 let models = [], rules = [], running = [];
-
-function colour(element, step, budget) {
-  const place = (budget > 1 ? step / (budget - 1) : 0) * (VIRIDIS.length - 1);
-  const low = Math.min(Math.floor(place), VIRIDIS.length - 2);
-  const mixed = VIRIDIS[low].map((part, i) => Math.round(part + (place - low) * (VIRIDIS[low + 1][i] - part)));
-  element.style.background = `rgb(${mixed})`;
-  const [red, green, blue] = mixed.map((part) => (part / 255) ** 2.2);
-  element.style.color = 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 ? "#000" : "#fff";
-}
+document.querySelector(".ramp").style.background = `linear-gradient(90deg, ${VIRIDIS})`;
 
 /** One rule of the race: the steps that have come, and the one that is shown. */
 class Lane {
@@ -29,9 +19,9 @@ class Lane {
     this.part(".step").setAttribute("aria-label", `Step of ${policy}`);
     const tokens = this.part(".tokens");
     if (!model.is_text) tokens.classList.add("apart");
-    if (SQUARES.includes(model.task)) {
+    if (model.columns) {
       tokens.classList.add("square");
-      tokens.style.setProperty("--columns", Math.round(Math.sqrt(model.length)));
+      tokens.style.setProperty("--columns", model.columns);
     }
     this.part(".step").addEventListener("input", (event) => { this.pause(); this.show(Number(event.target.value)); });
     this.part(".play").addEventListener("click", () => (this.timer ? this.pause() : this.play(true)));
@@ -48,7 +38,7 @@ class Lane {
       token.className = step === null ? "token mask" : step < 0 ? "token given" : "token";
       token.textContent = text;
       if (step >= 0 && step !== null) {
-        colour(token, step, this.budget);
+        [token.style.background, token.style.color] = stepColour(step + 1, this.budget);
         token.title = `step ${step + 1}`;
         if (fresh(step, i)) token.classList.add("new");
       }
