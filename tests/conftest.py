@@ -1,5 +1,6 @@
 import gc
 import os
+import shutil
 
 # Small tensors: a second thread only waits for the first, and on a busy machine much longer than that.  oneDNN has its
 # own count, read when torch is loaded, and a child forked beside a second thread of OpenMP waits for it forever.
@@ -35,3 +36,16 @@ def same_settings_for_every_test():
     """A product in bfloat16 can change what torch does for the rest of the process."""
     with process_settings():
         yield
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Debian's Chromium, for the pages."""
+    driver = pytest.importorskip("playwright.sync_api", reason="pip install 'unmask[dev]'")
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if not found:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    with driver.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()

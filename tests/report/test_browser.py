@@ -3,7 +3,6 @@
 `pytest tests/report/test_browser.py --screenshot-of RUN` also writes docs/results/report.png, the page of that run.
 """
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -78,18 +77,6 @@ def page_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
     write_html(path, [section(ORDERS)])
     return path
-
-
-@pytest.fixture(scope="module")
-def browser():
-    driver = pytest.importorskip("playwright.sync_api", reason="pip install 'unmask[dev]'")
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if not found:
-        pytest.skip("no Chromium here: apt-get install chromium")
-    with driver.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture

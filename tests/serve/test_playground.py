@@ -5,7 +5,6 @@ UNMASK_RUN=RUN UNMASK_SCREENSHOTS=FOLDER draws FOLDER/playground.png of another 
 
 import os
 import re
-import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,17 +15,7 @@ from unmask.serve.app import Limits
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 axe = pytest.importorskip("axe_core_python.sync_playwright", reason="pip install axe-core-python")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright.expect.set_options(timeout=20_000)
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+playwright.expect.set_options(timeout=20_000)
 
 
 @pytest.fixture(scope="module")
