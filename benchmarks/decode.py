@@ -70,6 +70,7 @@ class Case:
 
 CASES = {
     "cpu": Case(512, 8, 8, 1792, 32_000, 8, 64, 64, 16, torch.float32, "cpu", 1, dict.fromkeys(RULES, 1.25)),
+    "cpu-1k": Case(512, 8, 8, 1792, 1000, 8, 64, 64, 16, torch.float32, "cpu", 3, dict.fromkeys(RULES, 1.1)),
     "h200-85m": Case(
         *(768, 12, 12, 2048, 32_000, 64, 256, 256, 16, torch.bfloat16, "cuda", 7),
         bars={"top-prob": 1.5, "iid": 1.5, "learned": 1.3},
@@ -345,7 +346,7 @@ def measure(name: str, modes: list[str], only: list[str], peer: Path | None = No
         states = denoiser.hidden(prompts)
     stats = torch.rand(*prompts.shape, 3, device=case.device)
     t = torch.full((case.batch,), case.steps - 1, device=case.device)
-    arguments = states, stats, prompts == denoiser.mask_token_id, t, torch.full_like(t, case.steps), None
+    arguments = states, stats, prompts == denoiser.mask_token_id, t, None, torch.full_like(t, case.steps)
     for mode in modes:
         compiled = mode != "eager"
         wrap = partial(torch.compile, dynamic=False) if compiled else lambda module: module
