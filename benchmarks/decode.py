@@ -8,7 +8,8 @@
 Both run alternately in one process on the same weights, dtype, attention, prompts and seeds; figures are medians.
 The reference is the plain loop of LLaDA's and dLLM's samplers: full [B, L, V] logits, a float32 log-softmax over them,
 and a top-k for every row at every step.  `eager`: both eager.  `compiled`: the reference's model under torch.compile,
-as its users run it, and the engine with `compile=True`.
+and the engine with `compile=True`.  `shipped`: the engine with `compile=True`, the reference eager, as its authors ship
+it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SEED = 0
 RULES = ("top-prob", "iid", "learned")
 # In `graphs`, only if asked for, the plain loop's model runs with torch.compile's own CUDA graphs ("reduce-overhead").
 COMPILE = {"compiled": None, "graphs": "reduce-overhead"}
-MODES = ["eager", *COMPILE]
+MODES = ["eager", "shipped", *COMPILE]
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Case:
     dtype: torch.dtype
     device: str
     repeats: int
-    bars: dict[str, float]  # least ratio by policy, on a GPU in compiled mode; eager must reach 1
+    bars: dict[str, float]  # least ratio by policy, on a GPU in compiled mode
     step_bars: dict[str, float] = field(default_factory=dict)  # most time of a compiled step, in compiled trunks
     memory_bar: float = float("inf")  # the largest share of the plain loop's peak memory
 
@@ -77,6 +78,10 @@ CASES = {
         step_bars={"top-prob": 1.4, "iid": 1.4, "learned": 1.55},
     ),
     "h200-one": Case(768, 12, 12, 2048, 32_000, 1, 256, 256, 16, torch.bfloat16, "cuda", 25, dict.fromkeys(RULES, 3.0)),
+    "h200-wide-one": Case(
+        *(4096, 2, 32, 11_008, 126_464, 1, 256, 256, 16, torch.bfloat16, "cuda", 25),
+        bars=dict.fromkeys(RULES, 1.6),
+    ),
     "h200-wide": Case(
         *(4096, 2, 32, 11_008, 126_464, 16, 256, 256, 16, torch.bfloat16, "cuda", 7),
         bars=dict.fromkeys(RULES, 1.6),
@@ -360,10 +365,11 @@ def measure(name: str, modes: list[str], only: list[str], peer: Path | None = No
                 continue
             engine = Engine(denoiser, policy, case.steps, compile=compiled)
             ours = partial(engine.generate, prompts, seed=SEED)
+            theirs_mode = "eager" if mode == "shipped" else mode
             if peer is None:
-                theirs = reference(denoiser, policy, case.steps, prompts, mode)
+                theirs = reference(denoiser, policy, case.steps, prompts, theirs_mode)
             else:
-                theirs = peer_loop(peer, denoiser, case, prompts, mode)
+                theirs = peer_loop(peer, denoiser, case, prompts, theirs_mode)
             memory = plain_memory = None
             if compiled or case.device == "cuda":  # the first call compiles; and a CUDA graph takes its memory then
                 memory, plain_memory = peak_bytes(ours, case.device), peak_bytes(theirs, case.device)
@@ -404,10 +410,20 @@ HEADINGS = [
 ]
 
 
+def least_ratio(row: dict[str, Any]) -> float:
+    """The bar for `ratio`."""
+    case, peers = CASES[row["case"]], row["reference"] != "the plain loop"
+    if row["mode"] == "shipped":
+        return 6.0 if case.batch == 1 else 2.0
+    if row["mode"] == "compiled" or (case.device == "cpu" and not peers):
+        return case.bars[row["policy"]]
+    return {"eager": 1.8 if row["case"] == "cpu" else 1.1, "graphs": 1.0}[row["mode"]]
+
+
 def cells(row: dict[str, Any]) -> list[str]:
     """One line of the table, under HEADINGS."""
     case, compiled = CASES[row["case"]], row["mode"] == "compiled"
-    least = case.bars[row["policy"]] if compiled or case.device == "cpu" else 1.0  # `graphs` has no bar but 1
+    least = least_ratio(row)
     most = case.step_bars.get(row["policy"]) if compiled else None
     over_trunk, selector = row["step_ms"] / row["trunk_ms"], row["selector_ms"] / row["trunk_ms"]
     memory = (row["peak_bytes"] or 0) / (row["reference_peak_bytes"] or 1)
@@ -508,7 +524,7 @@ def main() -> None:
         if not arguments.json:
             print(f"{name}\n\n{line(HEADINGS)}\n" + "|---" * len(HEADINGS) + "|", flush=True)
         only = ["top-prob"] if arguments.peer else arguments.policy
-        for row in measure(name, arguments.mode or MODES[:2], only, arguments.peer):
+        for row in measure(name, arguments.mode or ["eager", "compiled"], only, arguments.peer):
             print(json.dumps(row) if arguments.json else line(cells(row)), flush=True)
     if "table" in arguments.cases:
         write_page()

@@ -1,8 +1,8 @@
 """One step of a canvas: the denoiser's pass, the projection where somebody reads it, the rule's decision, the writing.
 
 Eager: shapes follow the work; finished rows leave, and only the positions that are read are projected.  Where the rule
-decides before the pass, rows that reveal nothing take no part in it.  It launches few kernels and waits for the device
-twice per step: before the pass for the positions to read, after it for the status.
+decides before the pass, rows that reveal nothing take no part in it.  It launches few kernels (`Recorded`: few tokens
+pass as one) and waits for the device twice per step: before the pass for the positions to read, after it for the status.
 Static: the batch keeps its size and positions come in whole chunks, so products round alike whatever is in the batch.
 Compiled, the static pieces go through torch.compile, and on a GPU a step is one CUDA graph per number of chunks.
 """
@@ -23,6 +23,7 @@ from unmask.decoding.canvas import Canvas
 from unmask.decoding.confidence import Confidence, confidence, log_probabilities
 from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.policies.rule import Decision, Policy, Step
+from unmask.decoding.recorded import Recorded, Trunk, recordable
 from unmask.decoding.shadows import hidden_with_shadows
 from unmask.decoding.tokens import Allowed, TokenChoice, penalised
 from unmask.errors import UserError, require
@@ -71,7 +72,8 @@ class Stepper:
         self.status_names: tuple[str, ...] = ()
         self.peaks: tuple[Tensor, Tensor] | None = None  # places and largest logits [m], where no more was read
         self.turn, self.drawn_at, self.drawn = 0, 0, torch.empty(0, 0)  # uniforms [b, turns, L + 1] from a turn on
-        self.trunk, self.locate, self.read, self.settle = denoiser.hidden, self._locate, self._read_into, self._settle
+        self.trunk: Trunk = denoiser.hidden if static or not recordable(denoiser) else Recorded(denoiser.hidden)
+        self.locate, self.read, self.settle = self._locate, self._read_into, self._settle
         self.shadow_trunk: Any = getattr(denoiser, "hidden_with", None)
         if compile:
             # Every rule is a program of its own; beyond the limit (8) torch would silently run it eagerly.

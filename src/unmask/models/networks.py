@@ -29,6 +29,7 @@ class Denoiser(nn.Module):
     """
 
     keeps_no_tensors = True  # no pass leaves a tensor behind in the module: safe in inference mode
+    same_kernels = True  # a pass without padding launches the same ones whatever the tokens: see `decoding.recorded`
     eos_token_id: int | None = None  # its task knows it
     tokenizer: Any = None  # set by `load_denoiser`: of tokenizers, or of transformers
 
