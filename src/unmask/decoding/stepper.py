@@ -2,7 +2,7 @@
 
 Eager: shapes follow the work; finished rows leave, and only the positions that are read are projected.  Where the rule
 decides before the pass, rows that reveal nothing take no part in it.  It launches few kernels (`Recorded`: few tokens
-pass as one) and waits for the device twice per step: before the pass for the positions to read, after it for the status.
+pass as one) and waits for the device twice per step: before the pass for the places to read, after it for the status.
 Static: the batch keeps its size and positions come in whole chunks, so products round alike whatever is in the batch.
 Compiled, the static pieces go through torch.compile, and on a GPU a step is one CUDA graph per number of chunks.
 """
