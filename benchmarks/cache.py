@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unmask.decoding.cache import Cache
 from unmask.decoding.generate import Engine, Generation
-from unmask.decoding.policies import Policy, network_of, parse_policy
+from unmask.decoding.policies import Blocks, Policy, network_of, parse_policy
 from unmask.decoding.tokens import TokenChoice
 from unmask.errors import UserError
 from unmask.evaluation.evaluate import HalfTrunk, device_name, revision
@@ -73,12 +74,16 @@ def compared(
     repeats: int,
     task: Task | None = None,
 ) -> dict[str, Any]:
-    """With the cache that the model can have against none: equal tokens of the response, scores, times."""
+    """With the cache that the model can have against none: equal tokens of the response, scores, times.
+
+    A bidirectional model that does not write in blocks has no cache: then only how good and fast it is.
+    """
     exact = bool(getattr(denoiser, "block_size", 0))
+    kind = "exact" if exact else "prefix" if isinstance(policy, Blocks) else "none"
     device = next(getattr(denoiser, "denoiser", denoiser).parameters()).device
     attended = None if examples.attention_mask.all() else examples.attention_mask.to(device)
     canvas = torch.where(examples.response, denoiser.mask_token_id, examples.tokens).to(device)
-    caches = ("auto" if exact else "prefix", "none")
+    caches: tuple[Cache, Cache] = ("auto" if kind != "prefix" else "prefix", "none")  # auto: exact, or none
     engines = [Engine(denoiser, policy, steps, choice, batch_size=batch, cache=cache) for cache in caches]
     generated(engines[0], canvas[:batch], None if attended is None else attended[:batch])  # warms up
     runs = [[generated(engine, canvas, attended) for engine in engines] for _ in range(repeats)]
@@ -86,7 +91,7 @@ def compared(
     scores = [None if task is None else float(task.valid(each, examples).double().mean()) for each in tokens]
     return {
         "policy": policy.name,
-        "cache": "exact" if exact else "prefix",
+        "cache": kind,
         "steps": round(float(runs[0][0][1].num_steps.double().mean()), 3),
         "score": scores[0],
         "score_without": scores[1],
@@ -144,7 +149,7 @@ def of_a_random_model(repeats: int) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="finished runs, or `speed`")
-    parser.add_argument("--policy", action="append", help="blocks(SIZE,RULE), or learned; may be repeated")
+    parser.add_argument("--policy", action="append", help="blocks(SIZE,RULE), learned, or any rule; may be repeated")
     parser.add_argument("--steps", type=int, action="append", help="the most steps; may be repeated")
     parser.add_argument("--examples", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=250, help="sequences at once")
