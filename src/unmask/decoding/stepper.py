@@ -434,9 +434,9 @@ class Stepper:
             log_reveal=canvas.log_reveal,
             **seen,
         )
-        rule = self.policy.key
+        rule, step = self.policy.key, step if self.policy.holds_back else step.offered()
         try:
-            decision = self.policy.decide(step if self.policy.holds_back else step.offered())
+            decision = self.policy.decide(step)
         except KeyError as missing:
             if missing.args[0] not in Confidence.__annotations__:
                 raise
@@ -449,8 +449,8 @@ class Stepper:
         if decision.reveal.shape != canvas.masked.shape or decision.reveal.dtype != torch.bool:
             shape, dtype = _shape(decision.reveal), decision.reveal.dtype
             raise UserError(f"{rule} must reveal by booleans {_shape(canvas.masked)}, got {dtype} {shape}")
-        reveal = decision.reveal if last is None else decision.reveal | last
-        return decision._replace(reveal=canvas.masked & reveal)
+        reveal = step.masked & decision.reveal
+        return decision._replace(reveal=reveal if last is None else reveal | (canvas.masked & last))
 
     def _settle(
         self,
@@ -463,7 +463,7 @@ class Stepper:
     ) -> None:
         """Decide, write, and say how it stands."""
         if decision is None:
-            held_back = self.choice.is_eos(proposal) if self.choice.eos_last else None
+            held_back = canvas.masked & self.choice.is_eos(proposal) if self.choice.eos_last else None
             decision = self._decide(canvas, last, hidden=hidden, stats=stats, proposal=proposal, held_back=held_back)
         reveal = decision.reveal
         masked = canvas.masked ^ reveal

@@ -56,7 +56,7 @@ class Threshold(ByConfidence):
         log_c = self.log_c(step)
         least = torch.ones_like(step.index)
         if self.paced:
-            least = -(-step.masked.sum(-1) // (step.max_steps - step.index).clamp(min=1))  # rounded up
+            least = -(-step.masks() // (step.max_steps - step.index).clamp(min=1))  # rounded up
         best = highest(log_c, step.masked, least)
         return Decision(best | (step.masked & (log_c >= math.log(self.threshold) - rounding(log_c))))
 

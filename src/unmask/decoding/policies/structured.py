@@ -118,9 +118,10 @@ class Blocks(Policy):
     def decide(self, step: Step) -> Decision:
         current, here = self.inside(step)
         used, masked = here.index, here.masked
-        decision = self.inner.decide(here.offered())
+        offered = here.offered()
+        decision = self.inner.decide(offered)
         last = (used >= here.max_steps - 1)[:, None]
-        reveal = masked & (decision.reveal | last)
+        reveal = (offered.masked & decision.reveal) | (masked & last)
         memory = (decision.memory or {}) | {"block": current, "used": used + 1}
         if not self.inner.remasks:
             return decision._replace(reveal=reveal, memory=memory)
