@@ -124,7 +124,9 @@ class Blocks(Policy):
         reveal = (offered.masked & decision.reveal) | (masked & last)
         memory = (decision.memory or {}) | {"block": current, "used": used + 1}
         if not self.inner.remasks:
-            return decision._replace(reveal=reveal, memory=memory)
+            nothing = decision.nothing_selected  # a block's last step asks nobody
+            nothing = None if nothing is None else nothing & ~last[:, 0]
+            return decision._replace(reveal=reveal, memory=memory, nothing_selected=nothing)
         revisable = here.response & ~step.masked & ~last
         remask, edit = (None if where is None else where & revisable for where in (decision.remask, decision.edit))
         left = masked ^ reveal if remask is None else (masked ^ reveal) | remask
