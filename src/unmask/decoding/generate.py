@@ -305,10 +305,6 @@ class Engine:
                 to_read = self.to_read([sizes[row] for row in rows if row is not None], masks)
                 over, masks = stepper.advance(active, steps, to_read)
                 steps, kept = [step + 1 for step in steps], max(kept, stepper.num_bytes(active))
-                if self.choice.stop_strings:
-                    busy = [row for row, sequence in enumerate(rows) if not over[row] and sequence is not None]
-                    ended, filled = stepper.end_at_strings(active, busy)
-                    over, masks = [over[row] or row in ended for row in range(len(over))], masks - filled
                 done = [row for row, sequence in enumerate(rows) if over[row] and sequence is not None]
                 left -= len(done)
                 if done:

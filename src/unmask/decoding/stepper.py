@@ -112,9 +112,14 @@ class Stepper:
             step == self.last or bool(stopped[row]) or (status["masks"][row] == 0 and bool(finished[row]))
             for row, step in enumerate(steps)
         ]
-        return over, int(sum(status["masks"]))
+        masks = int(sum(status["masks"]))
+        if self.choice.stop_strings:
+            busy = [row for row, live in enumerate(canvas.live.tolist()) if live and not over[row]]
+            ended, filled = self._end_at_strings(canvas, busy)
+            over, masks = [end or row in ended for row, end in enumerate(over)], masks - filled
+        return over, masks
 
-    def end_at_strings(self, canvas: Canvas, rows: list[int]) -> tuple[list[int], int]:
+    def _end_at_strings(self, canvas: Canvas, rows: list[int]) -> tuple[list[int], int]:
         """Which of these rows have written a stop string, and how many masks of theirs became EOS."""
         ended, tokenizer, strings = [], self.choice.tokenizer, self.choice.stop_strings
         assert tokenizer is not None
