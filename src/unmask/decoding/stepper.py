@@ -105,7 +105,9 @@ class Stepper:
                     places, peaks = self.peaks
                     row = int(places[~torch.isfinite(peaks)][0]) // self.length
                 at = f"for sequence {int(canvas.row[row])} at step {steps[row]}"
-                raise UserError(f"the {what}'s logits are not finite {at}")
+                changed = what == "denoiser" and (self.choice.processors or self.allowed is not None)
+                by = ", processors and allowed tokens applied" if changed else ""
+                raise UserError(f"the {what}'s logits are not finite {at}{by}")
         stopped = status.get("stopped", [False] * len(steps))
         finished = status.get("finished", [not self.policy.remasks] * len(steps))
         over = [
