@@ -153,6 +153,12 @@ def in_blocks(policy: Policy, size: int) -> Policy:
     return policy
 
 
+def own_blocks(rule: str, denoiser: object) -> str:
+    """How a rule that nobody chose is written: inside the blocks of a denoiser that is block-causal."""
+    size = getattr(denoiser, "block_size", 0)
+    return f"blocks({size},{rule})" if size else rule
+
+
 def network_of(policy: Policy) -> SelectorNetwork | None:
     """The network that decides, inside blocks or not."""
     inner = policy.inner if isinstance(policy, Blocks) else policy
