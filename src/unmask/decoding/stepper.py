@@ -478,10 +478,13 @@ class Stepper:
         reveal_step = torch.where(reveal, canvas.index[:, None], canvas.reveal_step)
         written = reveal
         if decision.edit is not None:
-            edit = self._revised(canvas, decision.edit, last)
+            if not (self.policy.reads and self.policy.reads_revealed):  # or what stands there would be the proposal
+                told = "it must declare `reads_revealed = True` and what it reads"
+                raise UserError(f"{self.policy.name} edits what was revealed: {told}")
+            edit = self._revised(canvas, decision.edit, last) & (proposal != canvas.tokens)
             written, tokens = reveal | edit, torch.where(edit, proposal, tokens)
             reveal_step = torch.where(edit, canvas.index[:, None], reveal_step)
-            self._set(canvas, "revisions", canvas.revisions + (edit & (proposal != canvas.tokens)))
+            self._set(canvas, "revisions", canvas.revisions + edit)
         if "log_proposal" in stats and self.keeps_log_reveal:
             self._set(canvas, "log_reveal", torch.where(written, stats["log_proposal"], canvas.log_reveal))
         if decision.remask is not None:

@@ -66,7 +66,7 @@ class Decision(NamedTuple):
     nothing_selected: Tensor | None = None  # [b] bool: rows in which a selector chose nothing and the rule fell back
     scores: Tensor | None = None  # [b, L]: a network's; the loop refuses them where masked and not finite
     memory: dict[str, Tensor] | None = None  # what to keep for the next step
-    edit: Tensor | None = None  # [b, L] bool: the proposal takes the place of the token; counted as a revision
+    edit: Tensor | None = None  # [b, L] bool: the proposal takes the place of the token; a revision where they differ
     finished: Tensor | None = None  # [b] bool: rows of a rule that re-masks which are over once they hold no mask
 
 
