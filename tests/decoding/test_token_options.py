@@ -283,7 +283,9 @@ def test_kept_tokens_stay_in_the_pass_without_the_prompt():
         ("suppress_tokens holds every token", {"suppress_tokens": range(V)}),
         ("repetition_penalty must be above 0, got 0", {"repetition_penalty": 0}),
         ("cfg_keep_tokens needs guidance", {"cfg_keep_tokens": [1]}),
-        ("processors must be functions", {"processors": [3]}),
+        ("processors must be a list of functions", {"processors": [3]}),
+        ("processors must be a list of functions", {"processors": math.exp}),
+        ("stop_strings must be texts, got [5]", {"stop_strings": 5, "tokenizer": Letters(), "eos_token_id": 4}),
         ("processors cannot be compiled", {"processors": [lambda ids, scores: scores], "compile": True}),
         ("processor cut must return scores [42, 12] as it gets, not [42, 3]", {"processors": ["cut"]}),
         ("processor cut must return scores [42, 12] as it gets, not a NoneType", {"processors": ["nothing"]}),
@@ -293,7 +295,7 @@ def test_what_cannot_be_meant_is_refused_in_one_line(message, options):
     def cut(input_ids, scores):
         return scores[:, :3] if options["processors"][0] == "cut" else None
 
-    given = {**options, "processors": [cut]} if isinstance(options.get("processors", [0])[0], str) else options
+    given = {**options, "processors": [cut]} if options.get("processors") in (["cut"], ["nothing"]) else options
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         generate(DENOISER, PROMPTS, "margin", 6, **given)
     assert message in str(caught.value)
