@@ -205,7 +205,7 @@ def test_a_mask_whose_proposal_is_eos_waits_for_all_others(rule, choose):
         given = seed % 4
         denoiser = counting_denoiser(N + given, seed=seed)
         prompt = torch.tensor([[1] * given + [4] * N])
-        for name, blocks, S in ((rule, 1, 12), (rule, 1, 4), (f"blocks(4,{rule})", 3, 7)):
+        for name, blocks, S in ((rule, 1, 12), (rule, 1, 2), (f"blocks(4,{rule})", 3, 7)):
             out = generate(denoiser, prompt, name, S, **options)
             when = eos_last_by_hand(denoiser, list(range(given, N + given)), blocks, S, {0, 2}, choose)
             assert out.reveal_step[0].tolist() == [when.get(n, -1) for n in range(N + given)]
