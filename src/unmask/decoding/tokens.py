@@ -48,7 +48,8 @@ class TokenChoice:
     stop_strings: a sequence is finished when the text of its response up to the first mask holds one of them; the
         masks left become EOS.  Needs a tokenizer: anything with `decode(token_ids)`.
     processors: Hugging Face's LogitsProcessor: called with the sequence [m, L] and the scores [m, V] of m positions.
-        Masks and padding are the mask token in it.  Not compiled.
+        Masks and padding are the mask token in it: one that reads the length or the last tokens sees padding.  Not
+        compiled.
     """
 
     temperature: float = 0.0
