@@ -75,7 +75,8 @@ def test_without_a_word_the_whole_sequence_is_the_response():
     torch.testing.assert_close(denoiser.hidden(padded, attended)[:, 2:], denoiser.hidden(tokens))
 
 
-RULES = ["margin", "threshold:0.5", "iid", "klass", "dus", "stochastic(margin,0.5)", "joint-threshold", "p2", "saber"]
+RULES = ["margin", "threshold:0.5", "iid", "klass", "credit:0.5", "dus", "stochastic(margin,0.5)"]
+RULES += ["joint-threshold(0.3,0.1)", "p2", "saber", "rdm(linear,cond)", "remdm-conf"]
 
 
 @pytest.mark.parametrize("rule", RULES)
