@@ -117,6 +117,10 @@ FOURTH = torch.ones(4, V, dtype=torch.bool)
 FOURTH[2] = torch.arange(V) == 4
 
 
+def not_four(input_ids, scores):
+    return scores.index_fill(1, torch.tensor([4]), -torch.inf)
+
+
 @pytest.mark.parametrize(
     ("message", "allowed", "options"),
     [
@@ -124,6 +128,7 @@ FOURTH[2] = torch.arange(V) == 4
         ("no token is allowed at position 2 of sequence 0", FOURTH, {"suppress_tokens": [4]}),
         ("no token is allowed at position 2 of sequence 0", FOURTH, {"eos_token_id": 4, "min_length": 1}),
         ("no token is allowed at position 2 of sequence 0", lambda s, r, p: FOURTH[p], {"suppress_tokens": [4]}),
+        ("at step 0, processors and allowed tokens applied", FOURTH, {"processors": [not_four]}),
         ("allowed must be booleans, got torch.int64", EMPTY.long(), {}),
         ("allowed must be [4, V] or [2, 4, V], got [2, 3, 11]", EMPTY[:, :3], {}),
         ("allowed is for 5 tokens, and the denoiser writes 11", EMPTY[..., :5] | True, {}),
@@ -137,5 +142,6 @@ def test_what_leaves_no_token_is_refused_in_one_line(message, allowed, options):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         generate(DENOISER, prompts, "margin", 2, allowed=allowed, **options)
     assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match=re.escape("give each prompt a mask [L, V]")):
-        generate(DENOISER, [prompts[0], prompts[1, :2]], "margin", 2, allowed=[FOURTH, FOURTH])
+    for masks in ([FOURTH, FOURTH], [FOURTH, FOURTH[:2, :5]]):
+        with pytest.raises(ValueError, match=re.escape("give each prompt a mask [L, V]")):
+            generate(DENOISER, [prompts[0], prompts[1, :2]], "margin", 2, allowed=masks)

@@ -12,6 +12,7 @@ from unmask.decoding.policies import Blocks, Learned, parse_policy
 from unmask.errors import UserError
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser, Selector, SelectorConfig
+from unmask.variational.selection import Bernoulli
 
 SIZE = 4
 
@@ -74,7 +75,8 @@ def test_without_a_word_the_whole_sequence_is_the_response():
     torch.testing.assert_close(denoiser.hidden(padded, attended)[:, 2:], denoiser.hidden(tokens))
 
 
-RULES = ["margin", "threshold:0.5", "iid", "klass", "dus", "stochastic(margin,0.5)", "joint-threshold", "p2", "saber"]
+RULES = ["margin", "threshold:0.5", "iid", "klass", "credit:0.5", "dus", "stochastic(margin,0.5)"]
+RULES += ["joint-threshold(0.3,0.1)", "p2", "saber", "rdm(linear,cond)", "remdm-conf"]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -112,6 +114,17 @@ def test_a_learned_order_runs_inside_the_blocks_with_and_without_a_cache():
     assert int(results[0].num_steps.max()) <= 6
     with pytest.raises(UserError, match="T = 2 in each block of 4, of which there are 3, not for 4 steps"):
         generate(denoiser, prompts(), Learned(selector), 4)
+
+
+def test_the_last_step_of_a_block_is_no_choice_of_nothing():
+    """A selector that never selects: T = 3 steps of each of two blocks fall back twice, and reveal the rest."""
+    config = SelectorConfig(8, 1, 2, 3, block_size=SIZE)
+    selector = network(lambda: Selector(config, 16, selection=Bernoulli()))
+    selector.forward = lambda hidden, *rest: hidden.new_full(hidden.shape[:2], -30.0)
+    for layout in ({}, {"fixed_shapes": True}):
+        out = generate(block_denoiser(), torch.full((2, 2 * SIZE), MASK), Learned(selector), 6, **layout)
+        assert out.num_steps.tolist() == [6, 6]
+        assert out.nothing_selected.tolist() == [4, 4]
 
 
 def test_no_block_is_decided_by_what_comes_behind_it():

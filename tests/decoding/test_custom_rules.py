@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tests.decoding.small import MASK, PROMPTS, all_results, small_denoiser
+from tests.decoding.small import MASK, PROMPTS, accounts, all_results, small_denoiser
 from unmask.decoding.confidence import Confidence
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import RULES, Decision, Policy, own_rules, parse_policy
@@ -211,3 +211,38 @@ def test_a_rule_that_re_masks_must_say_so():
             ) as caught:
                 generate(DENOISER, PROMPTS, Forgets(looks), 4, **options)
             assert "\n" not in str(caught.value)
+
+
+@dataclass(frozen=True)
+class Rewrites(Policy):
+    """From left to right, and every token that stands becomes the proposal."""
+
+    key = "rewrites"
+    remasks = True
+    looks: bool = True
+
+    @property
+    def reads(self):
+        return frozenset({"log_top"} if self.looks else ())
+
+    def decide(self, step):
+        return Decision(highest(-step.place().double(), step.masked, step.count()), edit=~step.masked)
+
+
+class RewritesAll(Rewrites):
+    reads_revealed = True
+
+
+def test_an_edit_is_a_token_that_changes():
+    """Steps and revisions by comparing canvas with canvas; the last step edits nothing."""
+    for layout in ({}, {"batch_size": 2, "fixed_shapes": True}):
+        out = generate(DENOISER, PROMPTS, RewritesAll(), 5, history=True, **layout)
+        for row in range(len(PROMPTS)):
+            here = out.attention_mask[row]
+            reveal_step, revisions = accounts(list(out.history[row, : out.num_steps[row] + 1, here]), edits=True)
+            assert out.reveal_step[row, here].tolist() == reveal_step
+            assert out.revisions[row, here].tolist() == revisions
+        assert out.revisions.sum() > 0
+    for rule in (Rewrites(), RewritesAll(looks=False)):
+        with pytest.raises(ValueError, match="edits what was revealed: it must declare `reads_revealed = True`"):
+            generate(DENOISER, PROMPTS, rule, 5)

@@ -62,6 +62,20 @@ def written(batch, asked, chance, leaves=()):
     return found
 
 
+def test_a_stop_string_ends_a_sequence_here_too():
+    class Letters:
+        def decode(self, token_ids):
+            return "".join("abcdefghijk"[token] for token in token_ids)  # no letter for a mask
+
+    choice = TokenChoice(temperature=1.2, eos_token_id=4, stop_strings=["b", "d", "gk"], tokenizer=Letters())
+    engine = Engine(DENOISER, "left-to-right", 5, choice, batch_size=3, fixed_shapes=True)
+    batch, asked = OpenBatch(engine, L, padded=False, device=CPU), prompts(8)
+    found = written(batch, asked, random.Random(0))
+    assert found == {number: alone(engine, *one) for number, one in enumerate(asked)}
+    assert min(one["num_steps"] for one in found.values()) < 5
+    assert batch.masks == 0
+
+
 @pytest.mark.parametrize("policy", REPRESENTATIVE.values(), ids=REPRESENTATIVE)
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_sequence_gets_what_it_gets_alone(policy, compile, uncompiled):  # noqa: F811

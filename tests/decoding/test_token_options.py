@@ -158,37 +158,60 @@ def test_a_processor_gets_each_position_s_sequence_and_scores(policy):
 # --- eos_last ---------------------------------------------------------------------------------------------------------
 
 
-def eos_last_by_hand(denoiser, N, blocks, S, threshold, eos):
-    """Reveal steps of a sequence that is all response: a threshold in blocks, EOS only where nothing else is left."""
-    masked, when, i = set(range(N)), {}, 0
-    size = math.ceil(N / blocks)
+def eos_last_by_hand(denoiser, response, blocks, S, eos, choose):
+    """Reveal steps in blocks, EOS only where nothing else is left: {n: step}."""
+    masked, when, i = set(response), {}, 0
+    size = math.ceil(len(response) / blocks)
     for block in range(blocks):
-        steps = S // blocks + (block < S % blocks)
+        inside, steps = response[block * size : (block + 1) * size], S // blocks + (block < S % blocks)
         for own in range(steps):
-            left = sorted(n for n in masked if n // size == block)
+            left = sorted(masked & set(inside))
             if not left:
                 break
             p = {n: denoiser.p(len(masked), n) for n in left}
             others = [n for n in left if p[n].index(max(p[n])) not in eos] or left
-            sure = {n for n in others if max(p[n]) >= threshold} or best(lambda n: max(p[n]), others, 1)  # noqa: B023
-            chosen = set(left) if own == steps - 1 else sure
+            chosen = choose({n: max(p[n]) for n in others}, own, steps, len(inside), len(left))
+            chosen = set(left) if own == steps - 1 else chosen
             when |= dict.fromkeys(chosen, i)
             masked -= chosen
             i += 1
-    return [when[n] for n in range(N)]
+    return when
 
 
-def test_a_mask_whose_proposal_is_eos_waits_for_all_others():
-    N, differs = 12, 0
+def sure(c, i, S, N, masks):
+    return {n for n in c if c[n] >= 0.7} or best(c.get, c, 1)
+
+
+def paced(c, i, S, N, masks):
+    return sure(c, i, S, N, masks) | best(c.get, c, math.ceil(masks / (S - i)))
+
+
+def even(c, i, S, N, masks):
+    return best(c.get, c, N // S + (i < N % S))
+
+
+def cosine(c, i, S, N, masks):
+    return best(c.get, c, max(1, masks - math.floor(N * math.cos(math.pi / 2 * (i + 1) / S))))
+
+
+@pytest.mark.parametrize(
+    ("rule", "choose"),
+    [("threshold:0.7", sure), ("threshold(0.7,paced)", paced), ("top-prob", even), ("top-prob(count=cosine)", cosine)],
+)
+def test_a_mask_whose_proposal_is_eos_waits_for_all_others(rule, choose):
+    """Where fewer others are left than the rule counts, it waits too, wherever the prompt stands."""
+    N, differs, options = 12, 0, {"eos_token_id": [0, 2], "eos_last": True}
     for seed in range(6):
-        denoiser = counting_denoiser(N, seed=seed)
-        for name, blocks, S in (("threshold:0.7", 1, 12), ("threshold:0.7", 1, 3), ("blocks(4,threshold:0.7)", 3, 7)):
-            options = {"eos_token_id": [0, 2], "eos_last": True}
-            out = generate(denoiser, torch.full((1, N), 4), name, S, **options)
-            assert out.reveal_step[0].tolist() == eos_last_by_hand(denoiser, N, blocks, S, 0.7, {0, 2})
-            fixed = generate(denoiser, torch.full((1, N), 4), name, S, fixed_shapes=True, **options)
+        given = seed % 4
+        denoiser = counting_denoiser(N + given, seed=seed)
+        prompt = torch.tensor([[1] * given + [4] * N])
+        for name, blocks, S in ((rule, 1, 12), (rule, 1, 2), (f"blocks(4,{rule})", 3, 7)):
+            out = generate(denoiser, prompt, name, S, **options)
+            when = eos_last_by_hand(denoiser, list(range(given, N + given)), blocks, S, {0, 2}, choose)
+            assert out.reveal_step[0].tolist() == [when.get(n, -1) for n in range(N + given)]
+            fixed = generate(denoiser, prompt, name, S, fixed_shapes=True, **options)
             assert all_results(fixed) == all_results(out)
-            plain = generate(denoiser, torch.full((1, N), 4), name, S)
+            plain = generate(denoiser, prompt, name, S)
             differs += not torch.equal(plain.reveal_step, out.reveal_step)
     assert differs > 6
 
@@ -260,7 +283,9 @@ def test_kept_tokens_stay_in_the_pass_without_the_prompt():
         ("suppress_tokens holds every token", {"suppress_tokens": range(V)}),
         ("repetition_penalty must be above 0, got 0", {"repetition_penalty": 0}),
         ("cfg_keep_tokens needs guidance", {"cfg_keep_tokens": [1]}),
-        ("processors must be functions", {"processors": [3]}),
+        ("processors must be a list of functions", {"processors": [3]}),
+        ("processors must be a list of functions", {"processors": math.exp}),
+        ("stop_strings must be texts, got [5]", {"stop_strings": 5, "tokenizer": Letters(), "eos_token_id": 4}),
         ("processors cannot be compiled", {"processors": [lambda ids, scores: scores], "compile": True}),
         ("processor cut must return scores [42, 12] as it gets, not [42, 3]", {"processors": ["cut"]}),
         ("processor cut must return scores [42, 12] as it gets, not a NoneType", {"processors": ["nothing"]}),
@@ -270,7 +295,7 @@ def test_what_cannot_be_meant_is_refused_in_one_line(message, options):
     def cut(input_ids, scores):
         return scores[:, :3] if options["processors"][0] == "cut" else None
 
-    given = {**options, "processors": [cut]} if isinstance(options.get("processors", [0])[0], str) else options
+    given = {**options, "processors": [cut]} if options.get("processors") in (["cut"], ["nothing"]) else options
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         generate(DENOISER, PROMPTS, "margin", 6, **given)
     assert message in str(caught.value)

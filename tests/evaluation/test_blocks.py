@@ -1,5 +1,7 @@
 """The whole path of a block-causal run, in seconds: recipe, training, evaluation, bound, sample, caches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from unmask.evaluation.plan import evaluate
 from unmask.evaluation.records import read_records
 from unmask.models.frozen import FrozenDenoiser
 from unmask.models.order_model import OrderModel
-from unmask.recipe import load_recipe
+from unmask.recipe import EvaluateRecipe, load_recipe
 from unmask.training.run import train
 
 FAST = ["denoise.updates=3", "denoise.batch=8", "order.updates=2", "order.batch=4", "order.trajectories=2"]
@@ -90,6 +92,16 @@ def test_the_command_line(run, capsys):
     assert ended.value.code == 2
     refused = capsys.readouterr().err.strip().splitlines()[-1]
     assert refused.startswith("unmask: the denoiser is block-causal and was trained for blocks of 8")
+
+
+def test_without_an_order_the_rules_that_nobody_chose_are_in_its_blocks(tmp_path):
+    recipe = replace(load_recipe("groups-blocks", FAST), order=None, evaluate=EvaluateRecipe())
+    train(recipe, tmp_path / "run", cpu=True)
+    records = evaluate(tmp_path / "run", examples=2, cpu=True)
+    assert [record.spec.policy for record in records] == ["blocks(8,iid)", "blocks(8,top-prob)", "blocks(8,margin)"]
+    with pytest.raises(SystemExit) as ended:
+        main(["sample", str(tmp_path / "run"), "--num", "1"])
+    assert not ended.value.code
 
 
 def test_what_a_recipe_may_not_say(run):

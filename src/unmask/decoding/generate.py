@@ -82,6 +82,7 @@ def generate(
     allowed: the tokens that a response position may get, True where allowed: [L, V] for all prompts or [B, L, V]; for a
         list of prompts a list of [L, V].  Or a function (sequences [m, L], rows [m], positions [m]) -> bool [m, V] of
         the positions that are read, each counted without padding in the sequence of its row; it is not compiled.
+        What a stop fills up becomes EOS all the same.
     batch_size: of more prompts than this, the next one enters as soon as one is finished.
     fixed_shapes: every pass has `batch_size` rows, idle ones included, every projection the same number of positions.
     compile: fixed shapes, torch.compile, and CUDA graphs on a GPU; takes a minute.  To call it again, keep an `Engine`.
@@ -305,10 +306,6 @@ class Engine:
                 to_read = self.to_read([sizes[row] for row in rows if row is not None], masks)
                 over, masks = stepper.advance(active, steps, to_read)
                 steps, kept = [step + 1 for step in steps], max(kept, stepper.num_bytes(active))
-                if self.choice.stop_strings:
-                    busy = [row for row, sequence in enumerate(rows) if not over[row] and sequence is not None]
-                    ended, filled = stepper.end_at_strings(active, busy)
-                    over, masks = [over[row] or row in ended for row in range(len(over))], masks - filled
                 done = [row for row, sequence in enumerate(rows) if over[row] and sequence is not None]
                 left -= len(done)
                 if done:

@@ -107,16 +107,23 @@ class Stepper:
                     places, peaks = self.peaks
                     row = int(places[~torch.isfinite(peaks)][0]) // self.length
                 at = f"for sequence {int(canvas.row[row])} at step {steps[row]}"
-                raise UserError(f"the {what}'s logits are not finite {at}")
+                changed = what == "denoiser" and (self.choice.processors or self.allowed is not None)
+                by = ", processors and allowed tokens applied" if changed else ""
+                raise UserError(f"the {what}'s logits are not finite {at}{by}")
         stopped = status.get("stopped", [False] * len(steps))
         finished = status.get("finished", [not self.policy.remasks] * len(steps))
         over = [
             step == self.last or bool(stopped[row]) or (status["masks"][row] == 0 and bool(finished[row]))
             for row, step in enumerate(steps)
         ]
-        return over, int(sum(status["masks"]))
+        masks = int(sum(status["masks"]))
+        if self.choice.stop_strings:
+            busy = [row for row, live in enumerate(canvas.live.tolist()) if live and not over[row]]
+            ended, filled = self._end_at_strings(canvas, busy)
+            over, masks = [end or row in ended for row, end in enumerate(over)], masks - filled
+        return over, masks
 
-    def end_at_strings(self, canvas: Canvas, rows: list[int]) -> tuple[list[int], int]:
+    def _end_at_strings(self, canvas: Canvas, rows: list[int]) -> tuple[list[int], int]:
         """Which of these rows have written a stop string, and how many masks of theirs became EOS."""
         ended, tokenizer, strings = [], self.choice.tokenizer, self.choice.stop_strings
         assert tokenizer is not None
@@ -436,9 +443,9 @@ class Stepper:
             log_reveal=canvas.log_reveal,
             **seen,
         )
-        rule = self.policy.key
+        rule, step = self.policy.key, step if self.policy.holds_back else step.offered()
         try:
-            decision = self.policy.decide(step if self.policy.holds_back else step.offered())
+            decision = self.policy.decide(step)
         except KeyError as missing:
             if missing.args[0] not in Confidence.__annotations__:
                 raise
@@ -451,8 +458,8 @@ class Stepper:
         if decision.reveal.shape != canvas.masked.shape or decision.reveal.dtype != torch.bool:
             shape, dtype = _shape(decision.reveal), decision.reveal.dtype
             raise UserError(f"{rule} must reveal by booleans {_shape(canvas.masked)}, got {dtype} {shape}")
-        reveal = decision.reveal if last is None else decision.reveal | last
-        return decision._replace(reveal=canvas.masked & reveal)
+        reveal = step.masked & decision.reveal
+        return decision._replace(reveal=reveal if last is None else reveal | (canvas.masked & last))
 
     def _settle(
         self,
@@ -465,7 +472,7 @@ class Stepper:
     ) -> None:
         """Decide, write, and say how it stands."""
         if decision is None:
-            held_back = self.choice.is_eos(proposal) if self.choice.eos_last else None
+            held_back = canvas.masked & self.choice.is_eos(proposal) if self.choice.eos_last else None
             decision = self._decide(canvas, last, hidden=hidden, stats=stats, proposal=proposal, held_back=held_back)
         reveal = decision.reveal
         masked = canvas.masked ^ reveal
@@ -473,10 +480,13 @@ class Stepper:
         reveal_step = torch.where(reveal, canvas.index[:, None], canvas.reveal_step)
         written = reveal
         if decision.edit is not None:
-            edit = self._revised(canvas, decision.edit, last)
+            if not (self.policy.reads and self.policy.reads_revealed):  # or what stands there would be the proposal
+                told = "it must declare `reads_revealed = True` and what it reads"
+                raise UserError(f"{self.policy.name} edits what was revealed: {told}")
+            edit = self._revised(canvas, decision.edit, last) & (proposal != canvas.tokens)
             written, tokens = reveal | edit, torch.where(edit, proposal, tokens)
             reveal_step = torch.where(edit, canvas.index[:, None], reveal_step)
-            self._set(canvas, "revisions", canvas.revisions + (edit & (proposal != canvas.tokens)))
+            self._set(canvas, "revisions", canvas.revisions + edit)
         if "log_proposal" in stats and self.keeps_log_reveal:
             self._set(canvas, "log_reveal", torch.where(written, stats["log_proposal"], canvas.log_reveal))
         if decision.remask is not None:

@@ -48,7 +48,8 @@ class TokenChoice:
     stop_strings: a sequence is finished when the text of its response up to the first mask holds one of them; the
         masks left become EOS.  Needs a tokenizer: anything with `decode(token_ids)`.
     processors: Hugging Face's LogitsProcessor: called with the sequence [m, L] and the scores [m, V] of m positions.
-        Masks and padding are the mask token in it.  Not compiled.
+        Masks and padding are the mask token in it: one that reads the length or the last tokens sees padding.  Not
+        compiled.
     """
 
     temperature: float = 0.0
@@ -87,12 +88,14 @@ class TokenChoice:
         penalty = self.repetition_penalty
         sound = isinstance(penalty, Real) and 0 < penalty < float("inf")
         require(sound, f"repetition_penalty must be above 0, got {penalty!r}")
-        strings = [self.stop_strings] if isinstance(self.stop_strings, str) else list(self.stop_strings)
+        several = isinstance(self.stop_strings, Iterable) and not isinstance(self.stop_strings, str)
+        strings = list(self.stop_strings) if several else [self.stop_strings]
         require(all(isinstance(each, str) and each for each in strings), f"stop_strings must be texts, got {strings!r}")
         object.__setattr__(self, "stop_strings", tuple(strings))
         needs = "stop_strings need a tokenizer, anything with decode(token_ids): give tokenizer"
         require(not strings or hasattr(self.tokenizer, "decode"), needs)
-        require(all(callable(each) for each in self.processors), "processors must be functions (input_ids, scores)")
+        functions = isinstance(self.processors, Iterable) and all(callable(each) for each in self.processors)
+        require(functions, "processors must be a list of functions (input_ids, scores)")
         require(not self.cfg_keep_tokens or self.guidance > 0, "cfg_keep_tokens needs guidance: give it above 0")
         require(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p}")
         require(self.top_k >= 0, f"top_k must be 0 (all tokens) or more, got {self.top_k}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unmask.decoding.cache import Cache
-from unmask.decoding.policies import Policy, check_policy, network_of, parse_policy, trained_steps
+from unmask.decoding.policies import Policy, check_policy, network_of, own_blocks, parse_policy, trained_steps
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
 from unmask.errors import UserError, require
@@ -35,7 +35,7 @@ from unmask.files import refuse_link
 from unmask.models.frozen import FrozenConfig, FrozenDenoiser
 from unmask.models.order_model import OrderModel
 from unmask.progress import progress
-from unmask.recipe import MOST_STEPS, EvaluateRecipe, Recipe, differences, load_recipe
+from unmask.recipe import MOST_STEPS, PLAIN_RULES, EvaluateRecipe, Recipe, differences, load_recipe
 from unmask.runtime import Processes, precision_on
 from unmask.tasks.exact import EXACT, ExactDenoiser
 from unmask.tasks.task import Task
@@ -136,7 +136,10 @@ def evaluate(
         require(not against, "--curve takes no --against: records of several runs meet in a study with `curve = true`")
         learned, heuristics, elsewhere = _swept(setup, policies, steps, sizes, processes), Plan(), list[Record]()
     else:
-        names = list(policies) or [*(["learned"] if model.selector is not None else []), *defaults.policies]
+        rivals = defaults.policies
+        if rivals == PLAIN_RULES:  # nobody chose them
+            rivals = tuple(own_blocks(rule, plain.denoiser) for rule in rivals)
+        names = list(policies) or [*(["learned"] if model.selector is not None else []), *rivals]
         known = model.selector, partial(task.token_frequencies, device_of(model.denoiser))
         rules = [rule if isinstance(rule, Policy) else parse_policy(rule, *known) for rule in names]
         budgets = steps or defaults.budgets

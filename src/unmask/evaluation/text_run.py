@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from unmask.decoding.generate import Engine
-from unmask.decoding.policies import IID, Learned, network_of, parse_policy, trained_steps
+from unmask.decoding.policies import IID, Learned, network_of, own_blocks, parse_policy, trained_steps
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
 from unmask.errors import UserError, prefixed, require
@@ -82,7 +82,8 @@ class TextRun:
         require(takes_texts, other)
         selector = model.selector
         background = partial(self.task.token_frequencies, self.device)
-        self.rule = parse_policy(policy or ("learned" if selector is not None else "top-prob"), selector, background)
+        policy = policy or ("learned" if selector is not None else own_blocks("top-prob", plain.denoiser))
+        self.rule = parse_policy(policy, selector, background)
         self.model = model if network_of(self.rule) is not None else plain
         own = trained_steps(selector, int(response_sizes(self.task, 1)[0])) or self.task.length
         self.max_steps, self.samples, self.seed, self.batch_size = max_steps or own, samples, seed, batch_size

@@ -20,7 +20,7 @@ from torch import Tensor
 from unmask.decoding.cache import Cache
 from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.generate import Engine, Generation
-from unmask.decoding.policies import Policy, network_of, parse_policy, trained_steps
+from unmask.decoding.policies import Policy, network_of, own_blocks, parse_policy, trained_steps
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import in_html, in_markup, visible
 from unmask.errors import UserError, require
@@ -93,7 +93,7 @@ def sample(
     device = torch.device("cpu") if cpu else None
     model, plain, task, recipe = open_run(run, device, split, trust_task, denoiser, any_denoiser)
     device = device_of(model.denoiser)
-    names = policies or ["learned" if model.selector is not None else "top-prob"]
+    names = policies or ["learned" if model.selector is not None else own_blocks("top-prob", plain.denoiser)]
     rules = [parse_policy(name, model.selector, partial(task.token_frequencies, device)) for name in names]
     words = [word.strip() for word in find.split(",")] if find else []
     if words and (len(words) != len(rules) or not set(words) <= {"right", "wrong"}):

@@ -13,7 +13,7 @@ import torch
 
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import RULES, NetworkPolicy, Policy, as_text, network_of, own_rules, parse_policy
-from unmask.decoding.policies.structured import trained_steps
+from unmask.decoding.policies.structured import own_blocks, trained_steps
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import visible
 from unmask.errors import UserError, require
@@ -173,7 +173,8 @@ class Served:
         return Request(self, asked, rule, steps, choice, truth, is_cut)
 
     def _parsed(self, text: str) -> Policy:
-        text = text or ("learned" if self.selector is not None else "top-prob")
+        plain = own_blocks("top-prob", self._opened[1].denoiser)
+        text = text or ("learned" if self.selector is not None else plain)
         require(len(text) <= 200, "policy is longer than any rule: give one that `GET /v1/policies` lists")
         require(not own_rules(text), f"policy {text!r} names code of somebody's own, which is not run for requests")
         return parse_policy(text, self.selector, partial(self.task.token_frequencies, self.device))

@@ -56,7 +56,7 @@ class Threshold(ByConfidence):
         log_c = self.log_c(step)
         least = torch.ones_like(step.index)
         if self.paced:
-            least = -(-step.masked.sum(-1) // (step.max_steps - step.index).clamp(min=1))  # rounded up
+            least = -(-step.masks() // (step.max_steps - step.index).clamp(min=1))  # rounded up
         best = highest(log_c, step.masked, least)
         return Decision(best | (step.masked & (log_c >= math.log(self.threshold) - rounding(log_c))))
 
@@ -196,7 +196,7 @@ class Prophet(Policy):
     """Everything once g >= 7.5, 5 or 2.5 at progress (i+1)/S < 1/3, < 2/3 or later; until then the order with k_i.
 
     g = mean of (first - second logit) over the answer: the `size` response positions from place `start` on (size 0: all
-    from there on), revealed or not (Li et al. 2025).
+    from there on), revealed or not (Li et al. 2025).  One that may hold a single token only (`allowed`) does not count.
     """
 
     key = "prophet"
@@ -224,10 +224,11 @@ class Prophet(Policy):
 
     def decide(self, step: Step) -> Decision:
         place = step.place()
-        answer = step.response & (place >= self.start)
+        gap = step.stats["gap"]
+        answer = step.response & (place >= self.start) & torch.isfinite(gap)
         if self.size:
             answer = answer & (place < self.start + self.size)
-        g = torch.where(answer, step.stats["gap"], 0.0).sum(-1) / answer.sum(-1)
+        g = torch.where(answer, gap, 0.0).sum(-1) / answer.sum(-1)  # NaN, which is no g, where all are forced
         done = 3 * (step.index + 1)  # three times the progress, in steps
         bar = torch.where(done < step.max_steps, 7.5, torch.where(done < 2 * step.max_steps, 5.0, 2.5))
         sure = (g >= bar - rounding(g))[:, None]

@@ -35,18 +35,22 @@ class Step:
     stats: Confidence = field(default_factory=lambda: Confidence())  # [b, L] each: what the rule declares in `reads`
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))  # [b, L, D]
     log_reveal: Tensor = field(default_factory=lambda: torch.empty(0))  # [b, L]: log p(x_n) when n was revealed
-    held_back: Tensor | None = None  # [b, L] bool: to be revealed after all others (`eos_last`); None: nothing
+    held_back: Tensor | None = None  # [b, L] bool: masks that wait for all others (`eos_last`); None: nothing
 
     def offered(self) -> Step:
         """Without the masks that are held back, where there are others."""
         if self.held_back is None:
             return self
-        others = self.masked & ~self.held_back
-        return replace(self, masked=torch.where(others.any(-1, keepdim=True), others, self.masked), held_back=None)
+        waiting, others = self.masked & self.held_back, self.masked & ~self.held_back
+        return replace(self, masked=torch.where(others.any(-1, keepdim=True), others, self.masked), held_back=waiting)
+
+    def masks(self) -> Tensor:
+        """|M| [b], with those that are held back."""
+        return (self.masked if self.held_back is None else self.masked | self.held_back).sum(-1)
 
     def count(self, kind: CountKind = "even") -> Tensor:
         """k_i [b]."""
-        masks = self.masked.sum(-1) if kind != "even" else 0
+        masks = self.masks() if kind != "even" else 0
         return reveal_count(self.num_response, self.index, self.max_steps, kind, masks)
 
     def place(self) -> Tensor:
@@ -62,7 +66,7 @@ class Decision(NamedTuple):
     nothing_selected: Tensor | None = None  # [b] bool: rows in which a selector chose nothing and the rule fell back
     scores: Tensor | None = None  # [b, L]: a network's; the loop refuses them where masked and not finite
     memory: dict[str, Tensor] | None = None  # what to keep for the next step
-    edit: Tensor | None = None  # [b, L] bool: the proposal takes the place of the token; counted as a revision
+    edit: Tensor | None = None  # [b, L] bool: the proposal takes the place of the token; a revision where they differ
     finished: Tensor | None = None  # [b] bool: rows of a rule that re-masks which are over once they hold no mask
 
 

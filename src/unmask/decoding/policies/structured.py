@@ -118,12 +118,15 @@ class Blocks(Policy):
     def decide(self, step: Step) -> Decision:
         current, here = self.inside(step)
         used, masked = here.index, here.masked
-        decision = self.inner.decide(here.offered())
+        offered = here.offered()
+        decision = self.inner.decide(offered)
         last = (used >= here.max_steps - 1)[:, None]
-        reveal = masked & (decision.reveal | last)
+        reveal = (offered.masked & decision.reveal) | (masked & last)
         memory = (decision.memory or {}) | {"block": current, "used": used + 1}
         if not self.inner.remasks:
-            return decision._replace(reveal=reveal, memory=memory)
+            nothing = decision.nothing_selected  # a block's last step asks nobody
+            nothing = None if nothing is None else nothing & ~last[:, 0]
+            return decision._replace(reveal=reveal, memory=memory, nothing_selected=nothing)
         revisable = here.response & ~step.masked & ~last
         remask, edit = (None if where is None else where & revisable for where in (decision.remask, decision.edit))
         left = masked ^ reveal if remask is None else (masked ^ reveal) | remask
@@ -148,6 +151,12 @@ def in_blocks(policy: Policy, size: int) -> Policy:
         policy = replace(policy)
         object.__setattr__(policy, "of_denoiser", True)
     return policy
+
+
+def own_blocks(rule: str, denoiser: object) -> str:
+    """How a rule that nobody chose is written: inside the blocks of a denoiser that is block-causal."""
+    size = getattr(denoiser, "block_size", 0)
+    return f"blocks({size},{rule})" if size else rule
 
 
 def network_of(policy: Policy) -> SelectorNetwork | None:
