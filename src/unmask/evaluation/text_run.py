@@ -203,12 +203,12 @@ class TextRun:
 
     def _check_bound(self) -> None:
         rule = self.rule
+        whole = "log-likelihoods here are of whole responses, and this model writes block by block"
+        require(not self.model.block_size, f"{whole}: use unmask evaluate --bound")
         of_the_bound = isinstance(rule, Learned) and rule == Learned(rule.network, price=rule.price)
         instead = "give policy=learned, with no option but its price, or policy=iid"
         known = of_the_bound or isinstance(rule, IID)
         require(known, f"no log-likelihood is known of the policy {rule.name}: {instead}")
-        whole = "log-likelihoods here are of whole responses, and this model writes block by block"
-        require(not self.model.block_size, f"{whole}: use unmask evaluate --bound")
         say(f"unmask: log-likelihoods are lower bounds, each from {self.samples} orders (samples)", err=True)
 
     @torch.no_grad()
