@@ -101,6 +101,15 @@ def available_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def require_memory(what: str, needed: int) -> None:
+    """MemoryError where so many bytes are not available; `what` begins its message, such as "the weights take"."""
+    if needed > (available := available_memory()):
+        raise MemoryError(
+            f"{what} at least {needed / 1e9:,.1f} GB of memory, of which {available / 1e9:,.1f} GB are available: take "
+            "a smaller model, or free some memory"
+        )
+
+
 @cache
 def precision_on(device: str, wanted: str) -> str:
     """`wanted`, "bf16" or "no"; but "no" on a CPU that bfloat16 slows down, hundredfold where its hardware lacks it."""

@@ -118,7 +118,7 @@ def test_trajectories_do_not_depend_on_the_batch(both):
         assert torch.equal(together.revealed_at[row, :, -length:], alone.revealed_at[0])
 
 
-def test_it_runs_in_the_precision_of_its_weights():
+def test_it_runs_in_the_precision_of_its_weights(monkeypatch):
     """Autocast is for the selector.  Buffers keep theirs: rotary frequencies in bfloat16 are other positions."""
     model = build("modernbert")
     denoiser = FrozenDenoiser(unmask.load_denoiser(model, mask_token_id=MASK))
@@ -132,6 +132,11 @@ def test_it_runs_in_the_precision_of_its_weights():
     outcome = objective(batch([0, 1]), IDS, torch.tensor([0.2, 0.7]))
     outcome.loss.backward()
     assert torch.isfinite(outcome.loss)
+    size = sum(parameter.nbytes for parameter in denoiser.parameters())  # and as much again in float32
+    monkeypatch.setattr("unmask.runtime.available_memory", lambda: size - 1)
+    with pytest.raises(MemoryError, match=r"turned into float32, which takes at least .* take a smaller model"):
+        denoiser.place(torch.device("cpu"))
+    monkeypatch.setattr("unmask.runtime.available_memory", lambda: size)
     denoiser.place(torch.device("cpu"))
     assert {parameter.dtype for parameter in denoiser.parameters()} == {torch.float32}
     assert {buffer.dtype for buffer in denoiser.buffers() if buffer.is_floating_point()} == {torch.float32}

@@ -232,7 +232,7 @@ def _read_masked(source: Source) -> PreTrainedModel:
 
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
         raise UserError(_no_masked(f"{source.name}, a {config.model_type},"))
-    check_room(source)
+    check_room(source, torch.float32)
     say(f"reading {source.name}", err=True)
     model, found = read_by_transformers(
         source, "AutoModelForMaskedLM", dtype=torch.float32, config=config, output_loading_info=True
