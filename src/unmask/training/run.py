@@ -86,7 +86,8 @@ def train(
         raise UserError("the recipe does not say that its denoiser is given: set model.denoiser to a name for it")
     task = task_of(recipe, Path(frozen).expanduser())
     if recipe.order is not None and recipe.order.reward and not task.has_checker:
-        raise UserError(f"order.reward needs a checker, and task {task.name} has none: leave it out")
+        instead = "set task.checker, or leave it out" if hasattr(task, "checker") else "leave it out"
+        raise UserError(f"order.reward needs a checker, and task {task.name} has none: {instead}")
     task.check()
     if denoiser is None and frozen == EXACT:
         denoiser = ExactDenoiser(task)
