@@ -433,7 +433,9 @@ def test_bad_input_is_one_line(here, refused):
     assert "take the mask token, which stands for what is to be written, out of the text 'a [MASK] b" in said()
 
     tokenizer(mask=None).save_pretrained("my-model")
-    assert "the tokenizer has no mask token: give mask_token_id=, or add one with tokenizer.add_special" in said()
+    assert (
+        "the tokenizer has no mask token: give mask_token_id= (in a folder: in config.json), or add one with" in said()
+    )
     (here / "my-model" / "tokenizer.json").unlink()
     assert "has no tokenizer.json: write it with AutoTokenizer.from_pretrained('my-model')" in said()
 

@@ -162,7 +162,9 @@ def check_keys(where: str, missing: Iterable[str], surplus: Iterable[str]) -> No
     for keys, what in ((sorted(missing), "lacks {} weights"), (sorted(surplus), "has {} weights that have no place")):
         if keys:
             shown = ", ".join(keys[:10]) + (", ..." if len(keys) > 10 else "")
-            raise UserError(f"{where} {what.format(len(keys))}: {shown}")
+            raise UserError(
+                f"{where} {what.format(len(keys))}: {shown}; give the whole checkpoint, with its own config"
+            )
 
 
 def _eos(folder: Path, tokenizer: Tokenizer) -> str | None:

@@ -305,7 +305,8 @@ class Text(Task):
                 cached = read_cache(folder, hashes.of)
                 assert cached is not None
             too_long = self._left_out(folder, split)
-            too_few = f"task text: {self.files!r} has too few texts, none is left for the {split} split{too_long}"
+            more = too_long or ": give more, or lower task.test_every"
+            too_few = f"task text: {self.files!r} has too few texts, none is left for the {split} split{more}"
             require(len(cached) > 0, too_few)
             if too_long:
                 say(f"task text{too_long}", err=True)
