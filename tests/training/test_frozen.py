@@ -303,6 +303,16 @@ def test_a_smaller_vocabulary_is_refused_even_where_any_denoiser_will_do(here, r
     assert "smaller knows 7 tokens, and the order in run was learned with 11: give a denoiser with the same" in said
 
 
+def test_the_card_says_that_the_denoiser_is_elsewhere_and_its_code_runs(here, monkeypatch):
+    monkeypatch.setattr("unmask.models.hub.upload", lambda folder, *_: str(shutil.copytree(folder, "me/order")))
+    train().push_to_hub("me/order")
+    card = (here / "me" / "order" / "README.md").read_text()
+    assert f"for the denoiser {OrderModel.from_pretrained('run').denoiser.fingerprint}, not in here" in card
+    shown: dict = {}
+    exec(card.split("```python\n")[1].split("```")[0].replace("FOLDER", "my-model").replace('"..."', '"a b"'), shown)
+    assert shown["tokens"][0, :2].tolist() == [3, 4]
+
+
 def test_what_is_shared_does_not_tell_where_the_denoiser_lay(here):
     train().save_pretrained("shared", here=False)
     assert str(here) not in (here / "shared" / "config.json").read_text()

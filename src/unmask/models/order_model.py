@@ -138,7 +138,14 @@ class OrderModel(nn.Module):
         private: whether a new model is; None: as the owner's settings say.
         """
         what = "A masked diffusion model" + (" with a learned generation order" if self.selector is not None else "")
-        facts = {"what": what, "home": hub.HOME, "version": unmask.__version__, "repo_id": repo_id}
+        own, denoiser = self.config.denoiser, ""
+        if isinstance(own, FrozenConfig):
+            what, denoiser = (
+                f"A generation order for the denoiser {own.fingerprint}, not in here",
+                'denoiser="FOLDER", ',
+            )
+        facts = {"what": what, "home": hub.HOME, "version": unmask.__version__}
+        facts |= {"repo_id": repo_id, "denoiser": denoiser}
         with TemporaryDirectory() as name:
             folder = Path(name)
             self.save_pretrained(folder, here=False)
