@@ -580,9 +580,10 @@ def test_a_chat_without_a_template_is_one_line(tmp_path):
     ):
         with pytest.raises(UserError, match=words):
             pairs(tmp_path, tokenizer=chat_folder(tmp_path, template), chat=True).check()
-    for options in ({"prompt": "", "response": "", "tokenizer": "x"}, {"tokenizer": ""}):
-        with pytest.raises(UserError, match="set prompt, response and tokenizer"):
-            pairs(tmp_path, chat=True, **options)
+    with pytest.raises(UserError, match="chat = true is for pairs: set prompt and response"):
+        pairs(tmp_path, chat=True, prompt="", response="", tokenizer="x")
+    with pytest.raises(UserError, match=r"chat = true needs a chat model's tokenizer: set task\.tokenizer"):
+        pairs(tmp_path, chat=True).check()
 
 
 # --- infilling --------------------------------------------------------------------------------------------------------

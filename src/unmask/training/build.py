@@ -27,8 +27,12 @@ from unmask.tasks.task import Task
 
 
 def task_of(recipe: Recipe, folder: Path) -> Task:
-    """The task of a recipe.  On a denoiser of the user's it has, if no other is named, the tokenizer in `folder`."""
+    """The task of a recipe.  On a denoiser of the user's it has, if no other is named, the tokenizer in `folder`.
+
+    A chat template lies beside the denoiser's own tokenizer: a run has none.
+    """
     options = dict(recipe.task)
+    folder = Path(recipe.model.denoiser).expanduser() if options.get("chat") else folder
     if recipe.model.denoiser and options.get("tokenizer") == "" and (folder / "tokenizer.json").is_file():
         options["tokenizer"] = str(folder / "tokenizer.json")
     return make_task(**options)

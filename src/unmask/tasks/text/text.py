@@ -100,8 +100,8 @@ class Text(Task):
         check_choice(self, "form", ("whole", "infill"))
         whole = "task text: form = 'infill' is for texts without a prompt: leave out prompt and response, or form"
         require(not (self._infills and self._has_prompt), whole)
-        of_pairs = "task text: chat = true is for pairs and a model's tokenizer: set prompt, response and tokenizer"
-        require(not self.chat or bool(self.prompt and self.tokenizer), of_pairs)
+        of_pairs = "task text: chat = true is for pairs: set prompt and response"
+        require(not self.chat or self._has_prompt, of_pairs)
 
     @cached_property
     def shards(self) -> list[Path]:
@@ -253,6 +253,7 @@ class Text(Task):
     @cached_property
     def _chat(self) -> Any:
         """The tokenizer as transformers reads it, with its chat template."""
+        require(bool(self.tokenizer), "task text: chat = true needs a chat model's tokenizer: set task.tokenizer")
         found = read_by_transformers(find_source(self.tokenizer), "PreTrainedTokenizerFast")
         none = f"task text: no chat template lies beside {self.tokenizer}: give a chat model's tokenizer, or no chat"
         require(bool(found.chat_template), none)
