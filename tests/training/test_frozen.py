@@ -429,7 +429,10 @@ def test_bad_input_is_one_line(here, refused):
         words = [word for value in (*SMALL, *overrides) for word in ("--set", value)]
         return refused("train", "order-for-your-model", "--out", "run", "--cpu", *words)
 
-    assert "model.denoiser = 'x': no such folder" in said("model.denoiser=x")
+    from_hub = (
+        "model.denoiser = 'google/bert': no such folder; give that of a masked language model, or of a run; one of"
+    )
+    assert f"{from_hub} the hub comes here with `hf download" in said("model.denoiser=google/bert")
     assert "task text has sequences of 25 tokens, longer than the model's context of 24" in said("task.length=25")
     assert "model.denoiser = 'my-model' stays as it is: leave [denoise] out" in said("denoise={updates=1,batch=1}")
     assert "leave init out" in said("init=run")

@@ -128,7 +128,9 @@ def check_denoiser_folder(recipe: Recipe) -> None:
     named, folder = f"model.denoiser = {recipe.model.denoiser!r}", Path(recipe.model.denoiser).expanduser()
     if recipe.model.denoiser in ("", EXACT):
         return
-    require(folder.is_dir(), f"{named}: no such folder; give that of a masked language model, or of a run")
+    from_hub = "one of the hub comes here with `hf download NAME --local-dir FOLDER`"
+    missing = f"{named}: no such folder; give that of a masked language model, or of a run; {from_hub}"
+    require(folder.is_dir(), missing)
     if recipe.task.get("tokenizer") == "" and not (folder / "tokenizer.json").is_file():
         save = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
         raise UserError(f"{named} has no tokenizer.json: write it with {save}, or set task.tokenizer")
