@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from unmask import load_recipe, train
+from unmask.cli import main
 from unmask.errors import UserError
 from unmask.evaluation.bound import evaluate_bound
 from unmask.evaluation.text_run import TextRun, cut, iid_walks, most_tokens
 from unmask.tasks.task import Examples
+from unmask.tasks.text.text import Text
 from unmask.training.reading import read_denoiser
 
 PAIRS = [{"q": f"say {i}", "a": f"{i} é!"} for i in range(20)]
@@ -222,6 +224,17 @@ def test_a_block_causal_model_writes_and_knows_no_log_likelihood(runs):
         ):
             with pytest.raises(UserError, match=r"writes block by block: use unmask evaluate --bound\Z"):
                 asked()
+
+
+def test_it_needs_none_of_its_data(runs, monkeypatch, capsys):
+    """As on another machine: neither the file that it was trained on nor the tokens of it."""
+    monkeypatch.setattr(Text, "_splits", property(lambda task: pytest.fail("it reads its data")))
+    for name in ("pairs", "texts"):
+        assert ask(runs / name).write([("say 3", {"max_gen_toks": 2})])
+        with pytest.raises(SystemExit) as done:
+            main(["sample", str(runs / name), "--prompt", "say 3", "--cpu"])
+        assert not done.value.code
+        assert "0  say 3\n" in capsys.readouterr().out
 
 
 def test_a_puzzle_takes_no_texts(tmp_path):

@@ -24,7 +24,6 @@ from unmask.decoding.policies import IID, Learned, network_of, parse_policy, tra
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
 from unmask.errors import UserError, prefixed, require
-from unmask.evaluation.evaluate import response_sizes
 from unmask.evaluation.plan import open_run
 from unmask.progress import progress
 from unmask.rng import Purpose, uniforms
@@ -84,12 +83,13 @@ class TextRun:
         background = partial(self.task.token_frequencies, self.device)
         self.rule = parse_policy(policy or ("learned" if selector is not None else "top-prob"), selector, background)
         self.model = model if network_of(self.rule) is not None else plain
-        own = trained_steps(selector, int(response_sizes(self.task, 1)[0])) or self.task.length
+        sizes = torch.tensor([len(self.task.layout[-1])])  # known without the data of the run, which need not be here
+        own = trained_steps(selector, int(sizes[0])) or self.task.length
         self.max_steps, self.samples, self.seed, self.batch_size = max_steps or own, samples, seed, batch_size
         self.mask, self.eos = self.model.denoiser.mask_token_id, self.task.eos_token_id
         Engine(self.model.denoiser, self.rule, self.max_steps, batch_size=batch_size)  # or says what is wrong
         if network_of(self.rule) is not None:
-            self.rule.check(self.max_steps, response_sizes(self.task, 1))
+            self.rule.check(self.max_steps, sizes)
 
     def write(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """What is written for each prompt, with the options of lm-evaluation-harness: `until`, `max_gen_toks`, ...
