@@ -231,11 +231,11 @@ def test_a_model_larger_than_the_memory(folder, monkeypatch):
     """It is read in float32, from files that may be in bfloat16."""
     build("bert").bfloat16().save_pretrained(folder)
     size = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
-    monkeypatch.setattr("unmask.runtime.available_memory", lambda: 2 * size - 1)
+    monkeypatch.setattr("unmask.runtime.available_memory", lambda device: 2 * size - 1)
     for load in (unmask.load_denoiser, unmask.load_causal):
         with pytest.raises(MemoryError, match=r"bert take at least 0\.0 GB of memory, of which 0\.0 GB are available"):
             load(folder)
-    monkeypatch.setattr("unmask.runtime.available_memory", lambda: 2 * size)
+    monkeypatch.setattr("unmask.runtime.available_memory", lambda device: 2 * size)
     unmask.load_denoiser(folder)
 
 

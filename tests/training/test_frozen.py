@@ -133,10 +133,11 @@ def test_it_runs_in_the_precision_of_its_weights(monkeypatch):
     outcome.loss.backward()
     assert torch.isfinite(outcome.loss)
     size = sum(parameter.nbytes for parameter in denoiser.parameters())  # and as much again in float32
-    monkeypatch.setattr("unmask.runtime.available_memory", lambda: size - 1)
-    with pytest.raises(MemoryError, match=r"turned into float32, which takes at least .* take a smaller model"):
-        denoiser.place(torch.device("cpu"))
-    monkeypatch.setattr("unmask.runtime.available_memory", lambda: size)
+    monkeypatch.setattr("unmask.runtime.available_memory", lambda device: size - 1)
+    for name, where in (("cpu", "CPU"), ("cuda", "GPU")):
+        with pytest.raises(MemoryError, match=f"denoiser on the {where} in .*float.* take a smaller model"):
+            denoiser.place(torch.device(name))
+    monkeypatch.setattr("unmask.runtime.available_memory", lambda device: size)
     denoiser.place(torch.device("cpu"))
     assert {parameter.dtype for parameter in denoiser.parameters()} == {torch.float32}
     assert {buffer.dtype for buffer in denoiser.buffers() if buffer.is_floating_point()} == {torch.float32}

@@ -113,9 +113,10 @@ class FrozenDenoiser(nn.Module):
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         learning = {id(parameter) for parameter in self.adapters.values()}
         fixed = [p for p in self.parameters() if id(p) not in learning]
-        if device.type == "cpu":  # files are often in bfloat16
-            more = sum(p.numel() * (dtype.itemsize - p.itemsize) for p in fixed if p.is_floating_point())
-            require_memory("on a CPU the denoiser's weights are turned into float32, which takes", more)
+        here = (p.itemsize if p.device.type == device.type else 0 for p in fixed)  # files are often in bfloat16
+        more = sum(p.numel() * (dtype.itemsize - has) for p, has in zip(fixed, here, strict=True))
+        name = "GPU in bfloat16" if device.type == "cuda" else "CPU in float32"
+        require_memory(f"to hold the denoiser on the {name} takes", more, device)
         for parameter in fixed:
             parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
         self.to(device)

@@ -110,7 +110,8 @@ class Text(Task):
             splits = ", ".join(sorted(part.parent.name for part in path.glob(f"*/{DATASET}")))
             require(not splits, f"task text: {path} has the splits {splits}: give one of these folders")
         found = [path for path in named if path.is_file() or (path / DATASET).is_file()]
-        require(bool(found), f"task text: no file is called {self.files!r}: give yours, --set task.files=PATH")
+        give = "give yours, --set task.files=PATH; for a run, go to the folder where it was trained"
+        require(bool(found), f"task text: no file is called {self.files!r}: {give}")
         plain = [path for path in found if path.is_file() and path.suffix != ".jsonl"] if self._has_prompt else []
         only = "pairs are read from .jsonl files and folders of the package datasets only"
         require(not plain, f"task text: {plain and plain[0]} has no keys: {only}")
