@@ -18,6 +18,7 @@ from tests.models.test_masked import MASK, SEQUENCES, WORDS, build, change, toke
 from tests.test_cli import call  # noqa: E402, F401
 from tests.training.small import padded, same, weights  # noqa: E402
 from unmask.errors import UserError  # noqa: E402
+from unmask.evaluation.text_run import TextRun  # noqa: E402
 from unmask.models.backbone import BackboneConfig  # noqa: E402
 from unmask.models.frozen import FrozenDenoiser, weights_fingerprint  # noqa: E402
 from unmask.models.networks import Denoiser, SelectorConfig  # noqa: E402
@@ -289,7 +290,7 @@ def test_the_denoiser_is_found_again_or_refused(here, refused, call):  # noqa: F
     train()
     shutil.move("my-model", "moved")
     said = refused("sample", "run", "--prompt", "a")
-    assert f"the denoiser of run is not in {here / 'my-model'}: give its folder with --denoiser" in said
+    assert f"the denoiser of run is not in {here / 'my-model'}: give its folder with denoiser= (--denoiser)" in said
     assert call("sample", "run", "--prompt", "a", "--denoiser", "moved")[0] == 0
     assert call("evaluate", "run", "--cpu", "--denoiser", "moved")[0] == 0
     change(here / "moved", {"cls.predictions.bias": torch.ones(12)})
@@ -301,6 +302,15 @@ def test_the_denoiser_is_found_again_or_refused(here, refused, call):  # noqa: F
     assert call("sample", "run", "--prompt", "a", *other, "--any-denoiser")[0] == 0
     with pytest.raises(ModelFolderError, match=r"another denoiser \(.*\) than the one given \("):
         OrderModel.from_pretrained("run", denoiser=unmask.load_denoiser("moved"))
+
+
+def test_a_run_of_texts_may_have_its_denoiser_elsewhere(here):
+    train()
+    written = TextRun("run", device="cpu").write([("a b", {})])
+    shutil.move("my-model", "elsewhere")
+    assert TextRun("run", device="cpu", denoiser="elsewhere").write([("a b", {})]) == written
+    with pytest.raises(ModelFolderError, match=r"is not in .*my-model: give its folder with denoiser= \(--denoiser\)"):
+        TextRun("run", device="cpu")
 
 
 def test_a_smaller_vocabulary_is_refused_even_where_any_denoiser_will_do(here, refused):

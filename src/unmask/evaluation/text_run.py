@@ -59,6 +59,7 @@ class TextRun:
     policy, max_steps: a rule and its budget; by default the learned order at its own, else top-prob, a token per step.
     samples: k, the orders that a log-likelihood is computed from.
     batch_size: requests per pass; a log-likelihood has k sequences for each.
+    denoiser: the folder of that of an order which is kept without it, if it does not lie where it lay.
     """
 
     def __init__(
@@ -72,10 +73,11 @@ class TextRun:
         batch_size: int = 1,
         device: str | None = None,
         trust_task: bool = False,
+        denoiser: str | None = None,
     ) -> None:
         require(type(samples) is int and samples >= 1, f"samples must be a whole number from 1 on, got {samples!r}")
         self.device = torch.device(device) if device else Processes().device
-        model, plain, self.task, _ = open_run(Path(run), self.device, trust_task=trust_task)
+        model, plain, self.task, _ = open_run(Path(run), self.device, None, trust_task, denoiser)
         takes_texts = self.task.text_tokenizer is not None and type(self.task).prompted is not Task.prompted
         other = f"{run} is a run of task {self.task.name}, which takes no texts: give one of task text or gsm8k"
         require(takes_texts, other)

@@ -262,7 +262,9 @@ def _frozen(config: OrderModelConfig, folder: Path, given: Any, any_denoiser: bo
     name = source if isinstance(source, str | Path) else "the one given"
     if isinstance(source, str | Path):
         if not Path(source).expanduser().is_dir():
-            raise ModelFolderError(f"the denoiser of {folder} is not in {source}: give its folder with --denoiser")
+            raise ModelFolderError(
+                f"the denoiser of {folder} is not in {source}: give its folder with denoiser= (--denoiser)"
+            )
         source = load_denoiser(source, bidirectional=named.bidirectional, shift=named.shift)
         given = None
     if not isinstance(source, FrozenDenoiser):
