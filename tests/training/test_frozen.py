@@ -455,7 +455,7 @@ def test_bad_input_is_one_line(here, refused):
     word_level_tokenizer(["x", *WORDS]).save("other.json")
     assert "it has another tokenizer than task text" in said("task.tokenizer=other.json", "task.eos=a")
     word_level_tokenizer([f"w{i}" for i in range(20)]).save("large.json")
-    assert "it knows 12 tokens, and the tokenizer of task text has 21" in said(
+    assert "it knows 12 tokens, and the tokenizer of task text has 21: set task.tokenizer to its own" in said(
         "task.tokenizer=large.json", "task.eos=w1"
     )
 

@@ -118,7 +118,10 @@ def _check_tokens(denoiser: FrozenDenoiser, task: Task) -> None:
     """A token has the same id for the denoiser as for the task."""
     size = len(task.vocabulary)
     known = max(denoiser.vocab_size or size, denoiser.mask_token_id + 1)
-    require(size <= known, f"it knows {known} tokens, and the tokenizer of task {task.name} has {size}: give its own")
+    require(
+        size <= known,
+        f"it knows {known} tokens, and the tokenizer of task {task.name} has {size}: set task.tokenizer to its own",
+    )
     if denoiser.tokenizer is None or task.text_tokenizer is None:
         return
     theirs = denoiser.tokenizer.get_vocab()
