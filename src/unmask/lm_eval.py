@@ -36,6 +36,7 @@ class UnmaskLM(LM):
         samples: int = 8,
         seed: int = 0,
         trust_task: bool = False,
+        denoiser: str | None = None,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,  # given to every model; only batch_size=auto would need it
         device: str | None = None,
@@ -43,13 +44,14 @@ class UnmaskLM(LM):
     ) -> None:
         super().__init__()
         for name in unknown:
-            known = "policy", "max_steps", "samples", "seed", "trust_task"
+            known = "policy", "max_steps", "samples", "seed", "trust_task", "denoiser"
             raise UserError(f"no model argument {name!r}; {did_you_mean(name, known)}choose from {', '.join(known)}")
         require(str(batch_size).isdigit(), f"batch_size must be a whole number from 1 on, got {batch_size!r}")
         if str(device).startswith("cuda") and not torch.cuda.is_available():  # the harness asks for it by default
             device = "cpu"
         options: dict[str, Any] = {"samples": samples, "seed": seed, "trust_task": trust_task, "device": device}
-        self.run = TextRun(pretrained, policy, max_steps, batch_size=int(batch_size), **options)
+        options |= {"batch_size": int(batch_size), "denoiser": denoiser}
+        self.run = TextRun(pretrained, policy, max_steps, **options)
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         return self.run.write([request.args for request in requests])

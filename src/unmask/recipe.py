@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 # Modules that import torch are imported where they are needed: `unmask --help` must not wait for it.
 
 PLAIN_RULES = ("iid", "top-prob", "margin")  # the paper's rivals
+PRICES = (0.02, 2.0)  # of a step, lowest and highest, in nats
+REWARD_PRICES = (0.002, 0.3)  # where a valid answer counts 1
 MOST_STEPS = 65_536  # of generation: one per token of the longest sequence that a task here may have
 MOST_EXAMPLES = 1_000_000  # of an evaluation
 
@@ -155,7 +157,8 @@ class OrderRecipe(Optimisation):
     posterior: Literal["scorer", "selector"] = "scorer"  # over orders; selector: it is its own, and there is no scorer
     teacher: str = ""  # a rule, such as threshold:0.9, from whose order the posterior starts; "": from a random one
     # For posterior = "selector":
-    prices: tuple[float, ...] = ()  # of a step, lowest and highest, in nats or reward: one order for all; (): none
+    # Of a step, lowest and highest, in nats or reward: one order for all.  (): the usual ones if least_budget is given.
+    prices: tuple[float, ...] = ()
     start: Literal["iid", "threshold"] = "iid"  # the rule from which the selector starts
     spread: float = 0.0  # of the selector's logits at the start, where positions look alike
     least_budget: int = 0  # with prices, half of the sequences have a budget between this and `budget`
@@ -194,11 +197,13 @@ class OrderRecipe(Optimisation):
             theirs = ("teacher", "kl_weight", "baseline", "tau", "scorer_rate")
             if given := [name for name in theirs if getattr(self, name) != defaults[name]]:
                 raise UserError(f"{given[0]} has no effect with posterior = 'selector': leave it out")
-            if bool(self.prices) != bool(self.least_budget):
+            if self.prices and not self.least_budget:
                 raise UserError(
-                    "prices and least_budget belong together: an order with prices serves every number of steps, from "
-                    "least_budget on; give both, such as prices = [0.02, 2.0] and least_budget = 2, or neither"
+                    "an order with prices serves every number of steps, from least_budget on: give least_budget too, "
+                    "such as 2, or leave prices out"
                 )
+            if self.least_budget and not self.prices:
+                object.__setattr__(self, "prices", REWARD_PRICES if self.reward else PRICES)
             if self.least_budget > self.budget:
                 raise UserError(f"least_budget = {self.least_budget} must be at most budget = {self.budget}")
             if self.temperature != defaults["temperature"] and not self.reward:

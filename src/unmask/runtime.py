@@ -92,13 +92,27 @@ def matrix_speed(dtype: torch.dtype = torch.float32, size: int = 768) -> float:
     return 2.0 * size**3 / min(seconds() for _ in range(3))
 
 
-def available_memory() -> int:
-    """Bytes that a process may still take: what the kernel calls available, where it says so, else all there are."""
+def available_memory(device: torch.device | None = None) -> int:
+    """Bytes that a process may still take: what the kernel calls available, where it says so, else all there are.
+
+    device: a GPU, whose own memory is meant.
+    """
+    if device is not None and device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     with suppress(OSError):
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
         if kilobytes := re.search(r"^MemAvailable:\s+(\d+) kB$", text, flags=re.MULTILINE):
             return int(kilobytes[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def require_memory(what: str, needed: int, device: torch.device | None = None) -> None:
+    """MemoryError where so many bytes are not available; `what` begins its message, such as "the weights take"."""
+    if needed > (available := available_memory(device)):
+        raise MemoryError(
+            f"{what} at least {needed / 1e9:,.1f} GB of memory, of which {available / 1e9:,.1f} GB are available: take "
+            "a smaller model, or free some memory"
+        )
 
 
 @cache

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from unmask import load_recipe, train
+from unmask.cli import main
 from unmask.errors import UserError
 from unmask.evaluation.bound import evaluate_bound
 from unmask.evaluation.text_run import TextRun, cut, iid_walks, most_tokens
 from unmask.tasks.task import Examples
+from unmask.tasks.text.text import Text
 from unmask.training.reading import read_denoiser
 
 PAIRS = [{"q": f"say {i}", "a": f"{i} é!"} for i in range(20)]
@@ -34,6 +36,7 @@ batch = 8
 warmup = 1
 {order}
 """
+OF_PAIRS = 'prompt = "q"\nresponse = "a"\nresponse_length = 8'
 ORDER = """
 [order]
 posterior = "selector"
@@ -50,8 +53,7 @@ def make_runs(folder):
     """FOLDER/pairs, with an order, and FOLDER/texts, without prompts and without an order."""
     lines = [json.dumps({**pair, "text": f"{pair['q']}: {pair['a']}"}) + "\n" for pair in PAIRS]
     (folder / "p.jsonl").write_text("".join(lines), encoding="utf-8")
-    of_pairs = 'prompt = "q"\nresponse = "a"\nresponse_length = 8'
-    for name, task, order in (("pairs", of_pairs, ORDER), ("texts", "", "")):
+    for name, task, order in (("pairs", OF_PAIRS, ORDER), ("texts", "", "")):
         (folder / f"{name}.toml").write_text(RECIPE.format(folder=folder, task=task, order=order))
         train(load_recipe(folder / f"{name}.toml"), folder / name, cpu=True)
 
@@ -206,6 +208,33 @@ def test_what_cannot_be_answered_is_one_line(runs, wrong, message):
     with pytest.raises(UserError, match=message) as caught:
         wrong(runs)
     assert "\n" not in str(caught.value)
+
+
+def test_a_block_causal_model_writes_and_knows_no_log_likelihood(runs):
+    """Whatever the policy: what one message tells to give, the next one must not refuse."""
+    recipe = RECIPE.format(folder=runs, task=OF_PAIRS, order=ORDER).replace("[model]", "[model]\nblock_size = 4")
+    (runs / "blocks.toml").write_text(recipe)
+    train(load_recipe(runs / "blocks.toml"), runs / "blocks", cpu=True)
+    for policy in ("learned", "blocks(4,iid)", "blocks(4,margin)"):
+        run = ask(runs / "blocks", policy)
+        assert run.write([("say 3", {})])
+        for asked in (
+            lambda run=run: run.log_likelihoods([("a", "b")], [0]),
+            lambda run=run: run.text_log_likelihoods(["a"]),
+        ):
+            with pytest.raises(UserError, match=r"writes block by block: use unmask evaluate --bound\Z"):
+                asked()
+
+
+def test_it_needs_none_of_its_data(runs, monkeypatch, capsys):
+    """As on another machine: neither the file that it was trained on nor the tokens of it."""
+    monkeypatch.setattr(Text, "_splits", property(lambda task: pytest.fail("it reads its data")))
+    for name in ("pairs", "texts"):
+        assert ask(runs / name).write([("say 3", {"max_gen_toks": 2})])
+        with pytest.raises(SystemExit) as done:
+            main(["sample", str(runs / name), "--prompt", "say 3", "--cpu"])
+        assert not done.value.code
+        assert "0  say 3\n" in capsys.readouterr().out
 
 
 def test_a_puzzle_takes_no_texts(tmp_path):

@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 from torch.nn.utils.rnn import pad_sequence
 
 import unmask
-from unmask.models.importers import checkpoints, pretrained
+from unmask.models.importers import checkpoints
 from unmask.models.networks import Denoiser
 from unmask.models.order_model import word_level_tokenizer
 
@@ -327,7 +327,7 @@ def test_a_causal_model_must_be_meant_to_see_both_ways(saved, name):
 def test_files(saved, monkeypatch):
     folder = saved(LLADA)
     with monkeypatch.context() as small:
-        small.setattr(pretrained, "available_memory", lambda: 1000)
+        small.setattr("unmask.runtime.available_memory", lambda device: 1000)
         message = refused(folder, MemoryError)
         assert "take at least 0.0 GB of memory, of which 0.0 GB are available: take a smaller model" in message
     (folder / "model-1.safetensors").write_bytes(b"nothing")

@@ -209,15 +209,34 @@ def test_missing_and_surplus_weights(folder):
     change(folder, without="layer.1.")
     message = refused(folder)
     assert "lacks 16 weights: bert.encoder.layer.1.attention.output.LayerNorm.bias, " in message
-    assert message.endswith(", ...")
+    assert message.endswith(", ...; give the whole checkpoint, with its own config")
     assert message.count("bert.encoder") == 10
 
 
+def test_weights_of_another_shape(folder):
+    change(folder, {"cls.predictions.bias": torch.zeros(40)})
+    assert refused(folder).endswith("bert does not fit its config.json: cls.predictions.bias is [40], not [12]")
+
+
+def test_a_config_may_say_the_mask_token(folder):
+    """Where the tokenizer does not."""
+    tokenizer(mask=None).save_pretrained(folder)
+    assert "give mask_token_id= (in a folder: in config.json), or add one" in refused(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"mask_token_id": MASK}))
+    assert unmask.load_denoiser(folder).mask_token_id == MASK
+
+
 def test_a_model_larger_than_the_memory(folder, monkeypatch):
-    monkeypatch.setattr("unmask.models.importers.pretrained.available_memory", lambda: 1000)
+    """It is read in float32, from files that may be in bfloat16."""
+    build("bert").bfloat16().save_pretrained(folder)
+    size = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    monkeypatch.setattr("unmask.runtime.available_memory", lambda device: 2 * size - 1)
     for load in (unmask.load_denoiser, unmask.load_causal):
-        with pytest.raises(MemoryError, match=r"take at least 0\.0 GB of memory, of which 0\.0 GB are available"):
+        with pytest.raises(MemoryError, match=r"bert take at least 0\.0 GB of memory, of which 0\.0 GB are available"):
             load(folder)
+    monkeypatch.setattr("unmask.runtime.available_memory", lambda device: 2 * size)
+    unmask.load_denoiser(folder)
 
 
 def test_a_sequence_beyond_the_context():

@@ -285,7 +285,7 @@ def test_what_cannot_be_used_is_one_line(shards, tmp_path):
         ({"files": "nowhere/*.jsonl"}, "no file is called"),
         ({"length": 0}, "length"),
         ({"tokenizer": "nowhere.json"}, "no tokenizer.json"),
-        ({"test_every": 1000}, "none is left for the test split"),
+        ({"test_every": 1000}, "none is left for the test split: give more, or lower task.test_every"),
     ):
         with pytest.raises(UserError, match=words) as caught:
             text(tmp_path, **options).check()
@@ -370,7 +370,7 @@ def test_pairs_that_do_not_fit_are_counted_and_left_out(tmp_path, capsys):
 def test_bad_pairs_are_one_line(shards, tmp_path):
     for pair, words in (
         ({"q": "x", "a": " "}, r"p\.jsonl, line 21: the response 'a' is empty: give it a text, or drop the line"),
-        ({"q": "x"}, r"p\.jsonl, line 21: not an object with a text 'a'"),
+        ({"q": "x"}, r"p\.jsonl, line 21: not an object with a text 'a' \(its keys: q\): name the right key"),
         ({"a": "x"}, r"p\.jsonl, line 21: not an object with a text 'q'"),
     ):
         write_pairs(tmp_path / "p.jsonl", [*PAIRS, pair])
@@ -580,9 +580,10 @@ def test_a_chat_without_a_template_is_one_line(tmp_path):
     ):
         with pytest.raises(UserError, match=words):
             pairs(tmp_path, tokenizer=chat_folder(tmp_path, template), chat=True).check()
-    for options in ({"prompt": "", "response": "", "tokenizer": "x"}, {"tokenizer": ""}):
-        with pytest.raises(UserError, match="set prompt, response and tokenizer"):
-            pairs(tmp_path, chat=True, **options)
+    with pytest.raises(UserError, match="chat = true is for pairs: set prompt and response"):
+        pairs(tmp_path, chat=True, prompt="", response="", tokenizer="x")
+    with pytest.raises(UserError, match=r"chat = true needs a chat model's tokenizer: set task\.tokenizer"):
+        pairs(tmp_path, chat=True).check()
 
 
 # --- infilling --------------------------------------------------------------------------------------------------------

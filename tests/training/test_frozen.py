@@ -18,6 +18,7 @@ from tests.models.test_masked import MASK, SEQUENCES, WORDS, build, change, toke
 from tests.test_cli import call  # noqa: E402, F401
 from tests.training.small import padded, same, weights  # noqa: E402
 from unmask.errors import UserError  # noqa: E402
+from unmask.evaluation.text_run import TextRun  # noqa: E402
 from unmask.models.backbone import BackboneConfig  # noqa: E402
 from unmask.models.frozen import FrozenDenoiser, weights_fingerprint  # noqa: E402
 from unmask.models.networks import Denoiser, SelectorConfig  # noqa: E402
@@ -118,7 +119,7 @@ def test_trajectories_do_not_depend_on_the_batch(both):
         assert torch.equal(together.revealed_at[row, :, -length:], alone.revealed_at[0])
 
 
-def test_it_runs_in_the_precision_of_its_weights():
+def test_it_runs_in_the_precision_of_its_weights(monkeypatch):
     """Autocast is for the selector.  Buffers keep theirs: rotary frequencies in bfloat16 are other positions."""
     model = build("modernbert")
     denoiser = FrozenDenoiser(unmask.load_denoiser(model, mask_token_id=MASK))
@@ -132,6 +133,12 @@ def test_it_runs_in_the_precision_of_its_weights():
     outcome = objective(batch([0, 1]), IDS, torch.tensor([0.2, 0.7]))
     outcome.loss.backward()
     assert torch.isfinite(outcome.loss)
+    size = sum(parameter.nbytes for parameter in denoiser.parameters())  # and as much again in float32
+    monkeypatch.setattr("unmask.runtime.available_memory", lambda device: size - 1)
+    for name, where in (("cpu", "CPU"), ("cuda", "GPU")):
+        with pytest.raises(MemoryError, match=f"denoiser on the {where} in .*float.* take a smaller model"):
+            denoiser.place(torch.device(name))
+    monkeypatch.setattr("unmask.runtime.available_memory", lambda device: size)
     denoiser.place(torch.device("cpu"))
     assert {parameter.dtype for parameter in denoiser.parameters()} == {torch.float32}
     assert {buffer.dtype for buffer in denoiser.buffers() if buffer.is_floating_point()} == {torch.float32}
@@ -229,6 +236,14 @@ def test_the_recipe_from_a_folder_and_a_file_to_text(here, call):  # noqa: F811
     assert records[0].spec.model == "my-model"
 
 
+def test_a_chat_template_beside_the_denoiser_is_used(here, call):  # noqa: F811
+    chat = tokenizer()
+    chat.chat_template = "{% for m in messages %}g {{ m.content }} f{% endfor %}"
+    chat.save_pretrained("my-model")
+    train("task.chat=true")
+    assert "g a b f" in call("sample", "run", "--prompt", "a b", "--cpu")[1]
+
+
 def test_the_run_holds_the_order_alone(here):
     def look(stage, update):
         if update == 2:
@@ -275,7 +290,7 @@ def test_the_denoiser_is_found_again_or_refused(here, refused, call):  # noqa: F
     train()
     shutil.move("my-model", "moved")
     said = refused("sample", "run", "--prompt", "a")
-    assert f"the denoiser of run is not in {here / 'my-model'}: give its folder with --denoiser" in said
+    assert f"the denoiser of run is not in {here / 'my-model'}: give its folder with denoiser= (--denoiser)" in said
     assert call("sample", "run", "--prompt", "a", "--denoiser", "moved")[0] == 0
     assert call("evaluate", "run", "--cpu", "--denoiser", "moved")[0] == 0
     change(here / "moved", {"cls.predictions.bias": torch.ones(12)})
@@ -289,6 +304,15 @@ def test_the_denoiser_is_found_again_or_refused(here, refused, call):  # noqa: F
         OrderModel.from_pretrained("run", denoiser=unmask.load_denoiser("moved"))
 
 
+def test_a_run_of_texts_may_have_its_denoiser_elsewhere(here):
+    train()
+    written = TextRun("run", device="cpu").write([("a b", {})])
+    shutil.move("my-model", "elsewhere")
+    assert TextRun("run", device="cpu", denoiser="elsewhere").write([("a b", {})]) == written
+    with pytest.raises(ModelFolderError, match=r"is not in .*my-model: give its folder with denoiser= \(--denoiser\)"):
+        TextRun("run", device="cpu")
+
+
 def test_a_smaller_vocabulary_is_refused_even_where_any_denoiser_will_do(here, refused):
     train()
     build("bert", vocab_size=7).save_pretrained("smaller")
@@ -296,6 +320,16 @@ def test_a_smaller_vocabulary_is_refused_even_where_any_denoiser_will_do(here, r
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, mask_token="[MASK]").save_pretrained("smaller")
     said = refused("sample", "run", "--prompt", "a", "--denoiser", "smaller", "--any-denoiser")
     assert "smaller knows 7 tokens, and the order in run was learned with 11: give a denoiser with the same" in said
+
+
+def test_the_card_says_that_the_denoiser_is_elsewhere_and_its_code_runs(here, monkeypatch):
+    monkeypatch.setattr("unmask.models.hub.upload", lambda folder, *_: str(shutil.copytree(folder, "me/order")))
+    train().push_to_hub("me/order")
+    card = (here / "me" / "order" / "README.md").read_text()
+    assert f"for the denoiser {OrderModel.from_pretrained('run').denoiser.fingerprint}, not in here" in card
+    shown: dict = {}
+    exec(card.split("```python\n")[1].split("```")[0].replace("FOLDER", "my-model").replace('"..."', '"a b"'), shown)
+    assert shown["tokens"][0, :2].tolist() == [3, 4]
 
 
 def test_what_is_shared_does_not_tell_where_the_denoiser_lay(here):
@@ -406,7 +440,10 @@ def test_bad_input_is_one_line(here, refused):
         words = [word for value in (*SMALL, *overrides) for word in ("--set", value)]
         return refused("train", "order-for-your-model", "--out", "run", "--cpu", *words)
 
-    assert "model.denoiser = 'x': no such folder" in said("model.denoiser=x")
+    from_hub = (
+        "model.denoiser = 'google/bert': no such folder; give that of a masked language model, or of a run; one of"
+    )
+    assert f"{from_hub} the hub comes here with `hf download" in said("model.denoiser=google/bert")
     assert "task text has sequences of 25 tokens, longer than the model's context of 24" in said("task.length=25")
     assert "model.denoiser = 'my-model' stays as it is: leave [denoise] out" in said("denoise={updates=1,batch=1}")
     assert "leave init out" in said("init=run")
@@ -418,7 +455,7 @@ def test_bad_input_is_one_line(here, refused):
     word_level_tokenizer(["x", *WORDS]).save("other.json")
     assert "it has another tokenizer than task text" in said("task.tokenizer=other.json", "task.eos=a")
     word_level_tokenizer([f"w{i}" for i in range(20)]).save("large.json")
-    assert "it knows 12 tokens, and the tokenizer of task text has 21" in said(
+    assert "it knows 12 tokens, and the tokenizer of task text has 21: set task.tokenizer to its own" in said(
         "task.tokenizer=large.json", "task.eos=w1"
     )
 
@@ -428,7 +465,9 @@ def test_bad_input_is_one_line(here, refused):
     assert "take the mask token, which stands for what is to be written, out of the text 'a [MASK] b" in said()
 
     tokenizer(mask=None).save_pretrained("my-model")
-    assert "the tokenizer has no mask token: give mask_token_id=, or add one with tokenizer.add_special" in said()
+    assert (
+        "the tokenizer has no mask token: give mask_token_id= (in a folder: in config.json), or add one with" in said()
+    )
     (here / "my-model" / "tokenizer.json").unlink()
     assert "has no tokenizer.json: write it with AutoTokenizer.from_pretrained('my-model')" in said()
 

@@ -277,8 +277,7 @@ def test_one_token_per_step(tmp_path, posterior):
         ("order.trajectories=1", r"at least 2 with leave-one-out, got 1: raise it$"),
         ("order.teacher=threshold:0.9", "teacher has no effect with posterior = 'selector'"),
         ("order.least_budget=9 order.prices=[1.0,2.0]", "least_budget = 9 must be at most budget = 2"),
-        ("order.least_budget=2", "prices and least_budget belong together"),
-        ("order.prices=[1.0,2.0]", "prices and least_budget belong together"),
+        ("order.prices=[1.0,2.0]", "give least_budget too, such as 2, or leave prices out$"),
         ("order.prices=[2.0,1.0] order.least_budget=2", "prices must be two"),
         ("order.reward=true order.denoiser_rate=0.1", "a reward teaches the order only"),
         ("order.temperature=0.0", "set reward, or leave it out"),
@@ -293,6 +292,20 @@ def test_what_does_not_go_together(tmp_path, override, message):
         train(recipe_of(tmp_path, *override.split()), tmp_path / "run", cpu=True)
 
 
+def test_usual_prices_are_in_the_unit_of_what_it_learns_from(tmp_path):
+    for given, prices in (
+        ([], (0.02, 2.0)),
+        (["order.reward=true"], (0.002, 0.3)),
+        (["order.prices=[0.1, 1.0]"], (0.1, 1.0)),
+    ):
+        for recipe in (
+            recipe_of(tmp_path, "order.least_budget=2", *given),
+            load_recipe("order-for-your-model", given),
+        ):
+            assert recipe.order.prices == prices
+    assert recipe_of(tmp_path, "order.reward=true").order.prices == ()
+
+
 def test_its_options_need_it(tmp_path):
     with pytest.raises(UserError, match="prices is for posterior = 'selector'"):
         recipe_of(tmp_path, "order.posterior=scorer", "order.prices=[0.1, 1.0]")
@@ -300,7 +313,9 @@ def test_its_options_need_it(tmp_path):
 
 def test_a_reward_needs_a_checker(tmp_path):
     recipe = recipe_of(tmp_path, "task.name=text", "order.reward=true")
-    with pytest.raises(UserError, match=r"^order.reward needs a checker, and task text has none: leave it out$"):
+    with pytest.raises(
+        UserError, match=r"^order.reward needs a checker, and task text has none: set task.checker, or leave it out$"
+    ):
         train(recipe, tmp_path / "run", cpu=True)
     assert not (tmp_path / "run").exists()
 

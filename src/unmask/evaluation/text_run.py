@@ -24,7 +24,6 @@ from unmask.decoding.policies import IID, Learned, network_of, own_blocks, parse
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
 from unmask.errors import UserError, prefixed, require
-from unmask.evaluation.evaluate import response_sizes
 from unmask.evaluation.plan import open_run
 from unmask.progress import progress
 from unmask.rng import Purpose, uniforms
@@ -60,6 +59,7 @@ class TextRun:
     policy, max_steps: a rule and its budget; by default the learned order at its own, else top-prob, a token per step.
     samples: k, the orders that a log-likelihood is computed from.
     batch_size: requests per pass; a log-likelihood has k sequences for each.
+    denoiser: the folder of that of an order which is kept without it, if it does not lie where it lay.
     """
 
     def __init__(
@@ -73,10 +73,11 @@ class TextRun:
         batch_size: int = 1,
         device: str | None = None,
         trust_task: bool = False,
+        denoiser: str | None = None,
     ) -> None:
         require(type(samples) is int and samples >= 1, f"samples must be a whole number from 1 on, got {samples!r}")
         self.device = torch.device(device) if device else Processes().device
-        model, plain, self.task, _ = open_run(Path(run), self.device, trust_task=trust_task)
+        model, plain, self.task, _ = open_run(Path(run), self.device, None, trust_task, denoiser)
         takes_texts = self.task.text_tokenizer is not None and type(self.task).prompted is not Task.prompted
         other = f"{run} is a run of task {self.task.name}, which takes no texts: give one of task text or gsm8k"
         require(takes_texts, other)
@@ -85,12 +86,13 @@ class TextRun:
         policy = policy or ("learned" if selector is not None else own_blocks("top-prob", plain.denoiser))
         self.rule = parse_policy(policy, selector, background)
         self.model = model if network_of(self.rule) is not None else plain
-        own = trained_steps(selector, int(response_sizes(self.task, 1)[0])) or self.task.length
+        sizes = torch.tensor([len(self.task.layout[-1])])  # known without the data of the run, which need not be here
+        own = trained_steps(selector, int(sizes[0])) or self.task.length
         self.max_steps, self.samples, self.seed, self.batch_size = max_steps or own, samples, seed, batch_size
         self.mask, self.eos = self.model.denoiser.mask_token_id, self.task.eos_token_id
         Engine(self.model.denoiser, self.rule, self.max_steps, batch_size=batch_size)  # or says what is wrong
         if network_of(self.rule) is not None:
-            self.rule.check(self.max_steps, response_sizes(self.task, 1))
+            self.rule.check(self.max_steps, sizes)
 
     def write(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """What is written for each prompt, with the options of lm-evaluation-harness: `until`, `max_gen_toks`, ...
@@ -204,12 +206,12 @@ class TextRun:
 
     def _check_bound(self) -> None:
         rule = self.rule
+        whole = "log-likelihoods here are of whole responses, and this model writes block by block"
+        require(not self.model.block_size, f"{whole}: use unmask evaluate --bound")
         of_the_bound = isinstance(rule, Learned) and rule == Learned(rule.network, price=rule.price)
         instead = "give policy=learned, with no option but its price, or policy=iid"
         known = of_the_bound or isinstance(rule, IID)
         require(known, f"no log-likelihood is known of the policy {rule.name}: {instead}")
-        whole = "log-likelihoods here are of whole responses, and this model writes block by block"
-        require(not self.model.block_size, f"{whole}: use unmask evaluate --bound")
         say(f"unmask: log-likelihoods are lower bounds, each from {self.samples} orders (samples)", err=True)
 
     @torch.no_grad()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from unmask.errors import UserError
 from unmask.models.backbone import Backbone
 from unmask.models.packing import Layout
+from unmask.runtime import require_memory
 
 ADAPTER = "unmask"  # what peft calls ours
 SAMPLED = 1024  # values of a parameter that go into a fingerprint, besides the sum of all
@@ -111,7 +112,12 @@ class FrozenDenoiser(nn.Module):
         """
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         learning = {id(parameter) for parameter in self.adapters.values()}
-        for parameter in (p for p in self.parameters() if id(p) not in learning):
+        fixed = [p for p in self.parameters() if id(p) not in learning]
+        here = (p.itemsize if p.device.type == device.type else 0 for p in fixed)  # files are often in bfloat16
+        more = sum(p.numel() * (dtype.itemsize - has) for p, has in zip(fixed, here, strict=True))
+        name = "GPU in bfloat16" if device.type == "cuda" else "CPU in float32"
+        require_memory(f"to hold the denoiser on the {name} takes", more, device)
+        for parameter in fixed:
             parameter.data = parameter.data.to(device, dtype if parameter.is_floating_point() else None)
         self.to(device)
 

@@ -30,8 +30,8 @@ tags:
 import torch
 import unmask
 
-model = unmask.OrderModel.from_pretrained("{repo_id}", device="cpu")
-ids = model.tokenizer.encode("...").ids  # the prompt; [] where the task has none
+model = unmask.OrderModel.from_pretrained("{repo_id}", {denoiser}device="cpu")
+ids = model.tokenizer.encode("...", add_special_tokens=False).ids  # the prompt; [] where the task has none
 tokens = model.generate(torch.tensor([ids], dtype=torch.long), max_new_tokens=16)  # the prompt and 16 new tokens
 ```
 {about}"""

@@ -138,7 +138,14 @@ class OrderModel(nn.Module):
         private: whether a new model is; None: as the owner's settings say.
         """
         what = "A masked diffusion model" + (" with a learned generation order" if self.selector is not None else "")
-        facts = {"what": what, "home": hub.HOME, "version": unmask.__version__, "repo_id": repo_id}
+        own, denoiser = self.config.denoiser, ""
+        if isinstance(own, FrozenConfig):
+            what, denoiser = (
+                f"A generation order for the denoiser {own.fingerprint}, not in here",
+                'denoiser="FOLDER", ',
+            )
+        facts = {"what": what, "home": hub.HOME, "version": unmask.__version__}
+        facts |= {"repo_id": repo_id, "denoiser": denoiser}
         with TemporaryDirectory() as name:
             folder = Path(name)
             self.save_pretrained(folder, here=False)
@@ -255,7 +262,9 @@ def _frozen(config: OrderModelConfig, folder: Path, given: Any, any_denoiser: bo
     name = source if isinstance(source, str | Path) else "the one given"
     if isinstance(source, str | Path):
         if not Path(source).expanduser().is_dir():
-            raise ModelFolderError(f"the denoiser of {folder} is not in {source}: give its folder with --denoiser")
+            raise ModelFolderError(
+                f"the denoiser of {folder} is not in {source}: give its folder with denoiser= (--denoiser)"
+            )
         source = load_denoiser(source, bidirectional=named.bidirectional, shift=named.shift)
         given = None
     if not isinstance(source, FrozenDenoiser):

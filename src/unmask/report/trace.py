@@ -104,8 +104,10 @@ def sample(
     require(not find or task.has_checker, f"--find needs a checker, and task {task.name} has none: leave it out")
     temperature = recipe.evaluate.temperature if temperature is None else temperature
     choice = TokenChoice(temperature, top_p, top_k, eos_token_id=task.eos_token_id)
-    budget = steps or trained_steps(model.selector, int(response_sizes(task, 1)[0])) or 4
-    limit = task.test_examples
+    # The data of a run need not be here to write for a prompt.
+    sizes = task.prompted(prompts[0]).response.sum(-1) if prompts else response_sizes(task, 1)
+    budget = steps or trained_steps(model.selector, int(sizes[0])) or 4
+    limit = None if prompts else task.test_examples
     for number in examples:
         check_example(task, number)
     many = limit or max(SEARCHED, num)

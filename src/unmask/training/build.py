@@ -27,8 +27,12 @@ from unmask.tasks.task import Task
 
 
 def task_of(recipe: Recipe, folder: Path) -> Task:
-    """The task of a recipe.  On a denoiser of the user's it has, if no other is named, the tokenizer in `folder`."""
+    """The task of a recipe.  On a denoiser of the user's it has, if no other is named, the tokenizer in `folder`.
+
+    A chat template lies beside the denoiser's own tokenizer: a run has none.
+    """
     options = dict(recipe.task)
+    folder = Path(recipe.model.denoiser).expanduser() if options.get("chat") else folder
     if recipe.model.denoiser and options.get("tokenizer") == "" and (folder / "tokenizer.json").is_file():
         options["tokenizer"] = str(folder / "tokenizer.json")
     return make_task(**options)
@@ -114,7 +118,10 @@ def _check_tokens(denoiser: FrozenDenoiser, task: Task) -> None:
     """A token has the same id for the denoiser as for the task."""
     size = len(task.vocabulary)
     known = max(denoiser.vocab_size or size, denoiser.mask_token_id + 1)
-    require(size <= known, f"it knows {known} tokens, and the tokenizer of task {task.name} has {size}: give its own")
+    require(
+        size <= known,
+        f"it knows {known} tokens, and the tokenizer of task {task.name} has {size}: set task.tokenizer to its own",
+    )
     if denoiser.tokenizer is None or task.text_tokenizer is None:
         return
     theirs = denoiser.tokenizer.get_vocab()

@@ -86,7 +86,8 @@ def train(
         raise UserError("the recipe does not say that its denoiser is given: set model.denoiser to a name for it")
     task = task_of(recipe, Path(frozen).expanduser())
     if recipe.order is not None and recipe.order.reward and not task.has_checker:
-        raise UserError(f"order.reward needs a checker, and task {task.name} has none: leave it out")
+        instead = "set task.checker, or leave it out" if hasattr(task, "checker") else "leave it out"
+        raise UserError(f"order.reward needs a checker, and task {task.name} has none: {instead}")
     task.check()
     if denoiser is None and frozen == EXACT:
         denoiser = ExactDenoiser(task)
@@ -127,7 +128,9 @@ def check_denoiser_folder(recipe: Recipe) -> None:
     named, folder = f"model.denoiser = {recipe.model.denoiser!r}", Path(recipe.model.denoiser).expanduser()
     if recipe.model.denoiser in ("", EXACT):
         return
-    require(folder.is_dir(), f"{named}: no such folder; give that of a masked language model, or of a run")
+    from_hub = "one of the hub comes here with `hf download NAME --local-dir FOLDER`"
+    missing = f"{named}: no such folder; give that of a masked language model, or of a run; {from_hub}"
+    require(folder.is_dir(), missing)
     if recipe.task.get("tokenizer") == "" and not (folder / "tokenizer.json").is_file():
         save = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
         raise UserError(f"{named} has no tokenizer.json: write it with {save}, or set task.tokenizer")

@@ -93,6 +93,7 @@ def load_denoiser(
             )
         else:
             kind = values["model_type"]
+            mask_token_id = values.get("mask_token_id") if mask_token_id is None else mask_token_id
             if kind in LLAMA_SHAPED and not bidirectional:
                 raise UserError(
                     f"{folder} is a causal model ({kind}), in which no position sees the later ones: give "
@@ -103,8 +104,7 @@ def load_denoiser(
                 # Without a file it would make one up.  Dream's own class is Qwen2's.
                 tokenizer = read_by_transformers(place, "Qwen2Tokenizer" if kind == "Dream" else "AutoTokenizer")
             if kind in ("llada", "Dream", *LLAMA_SHAPED):
-                given = values.get("mask_token_id") if mask_token_id is None else mask_token_id
-                return load_checkpoint(place, values, _mask_id(given, tokenizer), tokenizer, shift=shift)
+                return load_checkpoint(place, values, _mask_id(mask_token_id, tokenizer), tokenizer, shift=shift)
             source = _read_masked(place)
     if isinstance(source, OrderModel) and isinstance(source.denoiser, FrozenDenoiser):
         found: LoadedDenoiser = source.denoiser.network
@@ -204,7 +204,7 @@ def _mask_id(given: int | None, tokenizer: Any) -> int:
     found: int | None = getattr(tokenizer, "mask_token_id", None)
     if found is None:
         raise UserError(
-            "the tokenizer has no mask token: give mask_token_id=, or add one with "
+            "the tokenizer has no mask token: give mask_token_id= (in a folder: in config.json), or add one with "
             "tokenizer.add_special_tokens({'mask_token': '[MASK]'}), model.resize_token_embeddings(len(tokenizer)), "
             "and train it"
         )
@@ -232,13 +232,20 @@ def _read_masked(source: Source) -> PreTrainedModel:
 
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
         raise UserError(_no_masked(f"{source.name}, a {config.model_type},"))
-    check_room(source)
+    check_room(source, torch.float32)
     say(f"reading {source.name}", err=True)
     model, found = read_by_transformers(
-        source, "AutoModelForMaskedLM", dtype=torch.float32, config=config, output_loading_info=True
+        source,
+        "AutoModelForMaskedLM",
+        dtype=torch.float32,
+        config=config,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # which are refused here, in one line
     )
     surplus = (key for key in found["unexpected_keys"] if not _BESIDE.search(key))
     check_keys(f"the checkpoint of {source.name}", found["missing_keys"], surplus)
+    for name, theirs, ours in sorted(found["mismatched_keys"]):
+        raise UserError(f"{source.name} does not fit its config.json: {name} is {list(theirs)}, not {list(ours)}")
     return model
 
 

@@ -5,6 +5,7 @@ A source is a folder in the format of Hugging Face, a GGUF file, or a name of PA
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from unmask.display import say
 from unmask.errors import UserError
 from unmask.jsonl import parse_json
-from unmask.runtime import available_memory
+from unmask.runtime import require_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,7 +92,7 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
 def load_causal(name: str | Path) -> Causal:
     """The model of a source in float32, with its tokenizer."""
     source = find_source(name)
-    check_room(source)
+    check_room(source, torch.float32)
     say(f"reading {name}" + (", about half a minute" if source.gguf else ""), err=True)
     model = read_by_transformers(source, "AutoModelForCausalLM", dtype=torch.float32)
     return Causal(model, _tokenizer(source))
@@ -134,17 +136,25 @@ def reading(source: Source) -> Iterator[None]:
         raise UserError(f"transformers cannot read {source.name}: {_first_line(error)}") from None
 
 
-def check_room(source: Source) -> None:
-    """MemoryError where the files of the weights are larger than the memory that is left."""
+def check_room(source: Source, dtype: torch.dtype | None = None) -> None:
+    """MemoryError where the weights take more memory than is left, by the files alone.
+
+    dtype: that of the weights once read; None: that of their files.
+    """
     folder = source.folder
     found = [folder / source.gguf] if source.gguf else list(folder.glob("model*.safetensors"))
     found = found or list(folder.glob("pytorch_model*.bin"))
-    needed, available = sum(path.stat().st_size for path in found), available_memory()
-    if needed > available:
-        raise MemoryError(
-            f"the weights of {source.name} take at least {needed / 1e9:,.1f} GB of memory, of which "
-            f"{available / 1e9:,.1f} GB are available: take a smaller model, or free some memory"
-        )
+    with reading(source):
+        needed = sum(_size(path, dtype) for path in found)
+    require_memory(f"the weights of {source.name} take", needed)
+
+
+def _size(path: Path, dtype: torch.dtype | None) -> int:
+    """Bytes of the weights; at least, where the file does not say how many there are."""
+    if dtype is None or path.suffix != ".safetensors":
+        return path.stat().st_size
+    with safe_open(path, "pt") as file:
+        return dtype.itemsize * sum(math.prod(file.get_slice(name).get_shape()) for name in sorted(file.keys()))
 
 
 def check_keys(where: str, missing: Iterable[str], surplus: Iterable[str]) -> None:
@@ -152,7 +162,9 @@ def check_keys(where: str, missing: Iterable[str], surplus: Iterable[str]) -> No
     for keys, what in ((sorted(missing), "lacks {} weights"), (sorted(surplus), "has {} weights that have no place")):
         if keys:
             shown = ", ".join(keys[:10]) + (", ..." if len(keys) > 10 else "")
-            raise UserError(f"{where} {what.format(len(keys))}: {shown}")
+            raise UserError(
+                f"{where} {what.format(len(keys))}: {shown}; give the whole checkpoint, with its own config"
+            )
 
 
 def _eos(folder: Path, tokenizer: Tokenizer) -> str | None:

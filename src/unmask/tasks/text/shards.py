@@ -79,7 +79,10 @@ def _texts_of_line(raw: bytes, path: Path, line: int, fields: Sequence[str]) -> 
 def _texts(values: Any, where: str, fields: Sequence[str]) -> list[str]:
     found: list[Any] = [values.get(field) if isinstance(values, dict) else None for field in fields]
     for field, text in zip(fields, found, strict=True):
-        require(isinstance(text, str), f"{where}: not an object with a text {field!r}")
+        if not isinstance(text, str):
+            keys = f" (its keys: {', '.join(list(values)[:10])})" if isinstance(values, dict) else ""
+            mend = "name the right key in [task], or mend the line"
+            raise UserError(f"{where}: not an object with a text {field!r}{keys}: {mend}")
     if len(fields) > 1 and not found[-1].strip():
         raise UserError(f"{where}: the response {fields[-1]!r} is empty: give it a text, or drop the line")
     return found

@@ -100,8 +100,8 @@ class Text(Task):
         check_choice(self, "form", ("whole", "infill"))
         whole = "task text: form = 'infill' is for texts without a prompt: leave out prompt and response, or form"
         require(not (self._infills and self._has_prompt), whole)
-        of_pairs = "task text: chat = true is for pairs and a model's tokenizer: set prompt, response and tokenizer"
-        require(not self.chat or bool(self.prompt and self.tokenizer), of_pairs)
+        of_pairs = "task text: chat = true is for pairs: set prompt and response"
+        require(not self.chat or self._has_prompt, of_pairs)
 
     @cached_property
     def shards(self) -> list[Path]:
@@ -110,7 +110,8 @@ class Text(Task):
             splits = ", ".join(sorted(part.parent.name for part in path.glob(f"*/{DATASET}")))
             require(not splits, f"task text: {path} has the splits {splits}: give one of these folders")
         found = [path for path in named if path.is_file() or (path / DATASET).is_file()]
-        require(bool(found), f"task text: no file is called {self.files!r}: give yours, --set task.files=PATH")
+        give = "give yours, --set task.files=PATH; for a run, go to the folder where it was trained"
+        require(bool(found), f"task text: no file is called {self.files!r}: {give}")
         plain = [path for path in found if path.is_file() and path.suffix != ".jsonl"] if self._has_prompt else []
         only = "pairs are read from .jsonl files and folders of the package datasets only"
         require(not plain, f"task text: {plain and plain[0]} has no keys: {only}")
@@ -253,6 +254,7 @@ class Text(Task):
     @cached_property
     def _chat(self) -> Any:
         """The tokenizer as transformers reads it, with its chat template."""
+        require(bool(self.tokenizer), "task text: chat = true needs a chat model's tokenizer: set task.tokenizer")
         found = read_by_transformers(find_source(self.tokenizer), "PreTrainedTokenizerFast")
         none = f"task text: no chat template lies beside {self.tokenizer}: give a chat model's tokenizer, or no chat"
         require(bool(found.chat_template), none)
@@ -305,7 +307,8 @@ class Text(Task):
                 cached = read_cache(folder, hashes.of)
                 assert cached is not None
             too_long = self._left_out(folder, split)
-            too_few = f"task text: {self.files!r} has too few texts, none is left for the {split} split{too_long}"
+            more = too_long or ": give more, or lower task.test_every"
+            too_few = f"task text: {self.files!r} has too few texts, none is left for the {split} split{more}"
             require(len(cached) > 0, too_few)
             if too_long:
                 say(f"task text{too_long}", err=True)
