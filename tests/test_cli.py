@@ -1,5 +1,6 @@
 """The command line, in this process: what each command prints and writes, and what it says of bad input."""
 
+import html
 import io
 import json
 import re
@@ -1094,6 +1095,21 @@ def test_report_writes_one_page(call, run):
     for part in ("equal steps", "95% interval from a paired bootstrap", "mean score", "frozen denoiser", "Watch it"):
         assert part in page
     assert "data-orders" not in (call("report", run, "--examples", "0"), (run / "report.html").read_text())[1]
+
+
+def test_the_commands_of_a_report_make_its_records(call, run, monkeypatch):
+    """Each of them finds everything done already."""
+    options = ["--examples", "7", "--seed", "3", "--temperature", "0.5", "--top-p", "0.9"]
+    assert call("evaluate", run, "--policy", "margin", "--policy", "threshold:0.8", "--steps", "3", *options)[0] == 0
+    assert call("report", run)[0] == 0
+    page, before = html.unescape((run / "report.html").read_text()), contents(run)
+    made = re.search(r"<pre>(unmask train .*?)</pre>", page, flags=re.S)[1].splitlines()
+    assert [line.split()[1] for line in made] == ["train", "evaluate", "evaluate", "evaluate", "report"]
+    monkeypatch.chdir(run.parent)
+    for line in made[1:]:
+        assert call(*shlex.split(line)[1:])[0] == 0
+    assert contents(run) == before
+    assert {record["num_examples"] for record in flat_lines(run / "results.jsonl")} > {7}
 
 
 def test_report_without_the_model(call, run):

@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from importlib.resources import files as packaged
 from itertools import zip_longest
@@ -14,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import unmask
+from unmask.decoding.policies import own_rules
 from unmask.display import in_html, visible
 from unmask.errors import UserError
 from unmask.evaluation.bound import BoundReport, read_bound
@@ -23,6 +25,7 @@ from unmask.evaluation.perplexity import Perplexity, read_perplexities
 from unmask.evaluation.records import Record, grouped, read_run
 from unmask.files import refuse_link, write_text
 from unmask.jsonl import ResultsError, unsealed
+from unmask.recipe import Recipe
 from unmask.report.orders import orders_of
 from unmask.report.plots import Series, shared_series
 from unmask.report.tables import (
@@ -78,6 +81,7 @@ class Section(NamedTuple):
     perplexities: Sequence[Perplexity] = ()
     training: Mapping[str, list[tuple[int, float]]] = MappingProxyType({})  # by stage: (update, bound)
     recipe: str = ""  # as TOML
+    commands: Sequence[str] = ()  # that made the records
     orders: dict[str, Any] | str = ""  # what `orders_of` says, or why there is nothing
 
 
@@ -112,10 +116,39 @@ def read_sections(runs: Sequence[Path], trust_task: bool = False, examples: int 
                 perplexities=read_perplexities(run),
                 training=training_curves(run / "metrics.jsonl"),
                 recipe=recipe.to_toml(),
+                commands=commands(name, records, recipe, task.held_out),
                 orders=orders,
             )
         )
     return sections
+
+
+def commands(run: str, records: Sequence[Record], recipe: Recipe, split: str) -> list[str]:
+    """What makes these records: rules that ran at the same budgets together, with what differs from the recipe."""
+    by_rule = grouped(ordered(records), lambda record: (record.spec.setting, record.spec.policy)).values()
+    alike = grouped(by_rule, lambda same: (same[0].spec.setting, tuple(sorted({r.spec.budget for r in same}))))
+    found = []
+    for (_, budgets), rules in alike.items():
+        spec, usual = rules[0][0].spec, recipe.evaluate
+        words = ["unmask", "evaluate", run, *(f"--policy={same[0].spec.policy}" for same in rules)]
+        words += [f"--steps={budget}" for budget in budgets]
+        for option, asked, left_out in (
+            ("examples", spec.num_examples, usual.examples),
+            ("temperature", spec.temperature, usual.temperature),
+            ("top-p", spec.top_p, 1.0),
+            ("top-k", spec.top_k, 0),
+            ("guidance", spec.guidance, 0.0),
+            ("seed", spec.seed, recipe.seed),
+            ("split", spec.split, split),
+            ("cache", spec.cache, "none"),
+        ):
+            words += [f"--{option}={asked}"] * (asked != left_out)
+        ends = spec.eos_policy.replace("stop", "stop-at-eos").replace(":", "=")
+        words += [f"--{end}" for end in ends.split(",") if end != "none"]
+        own = recipe.own_code or any(own_rules(same[0].spec.policy) for same in rules)
+        words += ["--bf16"] * (spec.precision == "bf16") + ["--trust-task"] * bool(own)
+        found.append(shlex.join(words))
+    return found
 
 
 def training_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
@@ -387,8 +420,11 @@ def _made(section: Section) -> str:
     """The command, the version and the recipe."""
     versions = ", ".join(sorted({record.outcome.revision for record in section.records}))
     devices = ", ".join(sorted({record.outcome.device for record in section.records}))
-    commands = [f"unmask {rest} {section.run}" for rest in ("train recipe.toml --out", "evaluate", "report")]
-    told = f"<pre>{in_html(chr(10).join(commands))}</pre>"
+    run = shlex.quote(section.run)
+    lines = [f"unmask train recipe.toml --out {run}", *section.commands]
+    lines += [f"unmask evaluate {run} --curve"] * (section.curve is not None)
+    lines += [f"unmask evaluate {run} --bound"] * (section.bound is not None)
+    told = f"<pre>{in_html(chr(10).join([*lines, f'unmask report {run}']))}</pre>"
     told += f'<p class="note">Evaluated by unmask {in_html(versions)} on {in_html(devices)}.</p>'
     if section.recipe:
         told += f"<details><summary>recipe.toml</summary><pre>{in_html(section.recipe)}</pre></details>"
