@@ -1129,6 +1129,8 @@ def test_report_for_papers(call, refused, run):
     assert "report-orders.png" in call("report", run, "--format", "png")[1]
     assert (run / "report-orders.png").read_bytes().startswith(b"\x89PNG")
     assert "choose from html, md" in refused("report", run, "--format", "docx")
+    assert call("report", run, "--out", run / "named.csv")[0] == 0
+    assert (run / "named.csv").read_text().startswith("run,key,"), "no page in a file of this name"
 
 
 def test_report_elsewhere_leaves_the_run_alone(base, call, tmp_path):
