@@ -30,6 +30,7 @@ const hover = {
       this.box = element("div", "hover");
       this.box.setAttribute("role", "tooltip");
       document.body.append(this.box);
+      addEventListener("scroll", () => this.hide(), true);
     }
     this.box.replaceChildren(...lines.map((line, i) => element(i ? "span" : "strong", "", line)));
     this.box.hidden = false;
@@ -39,6 +40,17 @@ const hover = {
   },
   hide() {
     if (this.box) this.box.hidden = true;
+  },
+  // While something is pointed at, or after a tap; about(event): the lines, or nothing.
+  over(root, about) {
+    const tell = (event) => {
+      const lines = about(event);
+      if (lines?.length) this.show(event.clientX, event.clientY, lines);
+      else this.hide();
+    };
+    root.addEventListener("pointermove", tell);
+    root.addEventListener("click", tell);
+    root.addEventListener("pointerleave", () => this.hide());
   },
 };
 
@@ -104,6 +116,7 @@ function orderViewer(root, data) {
       : ["masked", "token mask", "·"]];
     if (data.given.some(Boolean)) signs.push(["given", "token given", "a"]);
     if (data.reference) signs.push(["not as in the reference", "token differs", "a"]);
+    if (lanes.some((lane) => lane.steps.at(-1)?.tokens.includes("░"))) signs.push(["end of sequence", "token", "░"]);
     if (lanes.some((lane) => lane.again)) signs.push(["masked again, or written again", "token mask again", "↺"]);
     for (const [text, className, sign] of signs) {
       const entry = element("span", "sign");
@@ -151,12 +164,7 @@ function orderViewer(root, data) {
     else return;
     event.preventDefault();
   };
-  root.addEventListener("pointerleave", () => hover.hide());
-  root.addEventListener("pointermove", (event) => {
-    const lane = lanes.find((one) => one.box.contains(event.target)), at = event.target.dataset?.at;
-    if (lane && at !== undefined) hover.show(event.clientX, event.clientY, lane.about(Number(at)));
-    else hover.hide();
-  });
+  hover.over(race, ({target}) => lanes.find((lane) => lane.cells.includes(target))?.about(Number(target.dataset.at)));
   stop();
   key();
   show(last());
