@@ -46,25 +46,11 @@ from unmask.report.tables import (
     verdict,
     without_sweep,
 )
+from unmask.rule_list import IN_WORDS
 from unmask.training.run import load_task
 
 PAGE_EXAMPLES = 12  # that are shown as they are written
 MOST_UPDATES = 200  # points of a training curve
-# What a rule does, for people who do not know its name.
-IN_WORDS = {
-    "learned": "the order that was learned",
-    "iid": "random positions",
-    "random": "random positions, the same number at each step",
-    "top-prob": "the positions of which the denoiser is surest",
-    "margin": "the positions where the first choice is furthest ahead of the second",
-    "entropy": "the positions with the least entropy",
-    "left-to-right": "from left to right",
-    "threshold": "all positions of which the denoiser is sure enough",
-    "factor": "as many as are sure enough together",
-    "eb": "as many as a bound on their joint entropy allows",
-    "klass": "the positions that are sure and no longer change",
-    "p2": "masks again what it doubts",
-}
 
 
 class Section(NamedTuple):

@@ -182,7 +182,7 @@ function stop() {
 function verdict(lanes) {
   const parts = lanes.map(({ answer }) => {
     const steps = `${answer.steps} ${answer.steps === 1 ? "step" : "steps"}`;
-    return `${answer.policy} wrote ${answer.valid === null ? "it" : answer.valid ? "a right answer" : "a wrong one"} in ${steps}`;
+    return `${answer.policy} wrote ${answer.valid === null ? "it" : answer.valid ? "a right answer" : "a wrong answer"} in ${steps}`;
   });
   return `${parts.join("; ")}.`;
 }
@@ -193,6 +193,7 @@ async function write() {
   at("lanes").replaceChildren();
   at("question").hidden = true;
   at("legend").hidden = false;
+  at("ends").hidden = !model().is_text;
   tell("Writing …");
   at("stop").hidden = false;
   const lanes = running = wanted.map((policy) => new Lane(policy, model()));
@@ -211,7 +212,7 @@ async function write() {
 function explain() {
   for (const id of ["first", "second"]) {
     const rule = rules.find((one) => one.name === keyOf(at(id).value));
-    at(`${id}-help`).textContent = rule ? `${rule.usage}: ${rule.summary}` : "";
+    at(`${id}-help`).textContent = rule ? `${rule.usage}: ${rule.words || rule.summary}` : "";
   }
   const learned = [at("first"), at("second")].some((input) => input.value.trim() === "learned");
   at("priced").hidden = !(model()?.prices.length && learned);
