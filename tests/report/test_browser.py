@@ -150,6 +150,18 @@ def test_what_is_masked_again_and_what_is_wrong_is_marked(page):
     assert "again" not in classes(1)[0]
 
 
+def test_a_letter_in_two_parts_is_written_once(opened, tmp_path):
+    parts = [{"name": "a", "valid": None, "drawing": "", "steps": [step(["\ufffd", None]), step([["é"], ""])]}]
+    write_html(
+        tmp_path / "page.html", [section({**ORDERS, "examples": [race(policies=parts, reference=None, given=[])]})]
+    )
+    page = opened(tmp_path / "page.html")
+    assert shown(page) == ["é", ""]
+    page.locator(".lane .token").first.hover()
+    assert page.locator(".hover").inner_text().split("\n")[:2] == ['position 1: "é"', "revealed at step 1"]
+    assert page.locator(".again").count() == 0
+
+
 def test_play_runs_to_its_end(page):
     page.get_by_role("button", name="Play").evaluate("(play) => play.click()")
     assert shown(page)[1:] == list("···")

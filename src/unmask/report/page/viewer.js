@@ -9,7 +9,8 @@
 // reference  [text]: the right tokens, or null; others are marked where the answer is not valid
 // grid       [columns, columns of a box], or [0, 0] where the tokens stand in a line
 // policies   [{name, valid: true | false | null (may be set later), drawing: "" | an SVG, shown as an image, steps}]
-// steps      [{tokens: [text | null for a mask | 0 as before], selector: [percent | null], confidence: [percent | null]}]
+// steps      [{tokens: [text | null for a mask | 0 as before | [text] the same token, part of another letter now],
+//              selector: [percent | null], confidence: [percent | null]}]
 //            tokens: after the step; selector (may be missing) and confidence: of the masks before it
 //
 // All texts are set as text, never as HTML.  Needs colours.js and viewer.css.
@@ -211,10 +212,10 @@ class Lane {
   add(step) {
     const before = this.steps.at(-1), size = step.tokens.length, {given} = this.data;
     const since = new Uint16Array(size), times = new Uint16Array(size);
-    const tokens = step.tokens.map((token, p) => (token === 0 ? before.tokens[p] : token));
+    const tokens = step.tokens.map((token, p) => (token === 0 ? before.tokens[p] : Array.isArray(token) ? token[0] : token));
     tokens.forEach((token, p) => {
       const [was, count, text] = before ? [before.since[p], before.times[p], before.tokens[p]] : [0, 0, null];
-      const changed = token !== null && !given[p] && (text === null || text !== token);
+      const changed = token !== null && !given[p] && text !== token && !Array.isArray(step.tokens[p]);
       since[p] = changed ? this.steps.length + 1 : was;
       times[p] = count + changed;
       if (times[p] > 1 || (token === null && times[p])) this.again = true;
