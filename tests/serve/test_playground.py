@@ -140,6 +140,38 @@ def test_stopping_leaves_the_server(browser, models, monkeypatch):
         assert not page.is_visible("#stop")
 
 
+def test_who_stops_to_look_is_told_the_end(browser, address):
+    """All has come long before it has been shown."""
+    with opened(browser, address) as page:
+        ready(page)
+        page.select_option("#model", "texts")
+        page.fill("#first", "left-to-right")
+        page.fill("#second", "")
+        page.fill("#steps", "10")
+        for key in ("ArrowLeft", "Escape"):
+            page.click("#write")
+            playwright.expect(page.locator("#verdict")).to_have_text("Writing …")
+            playwright.expect(page.locator(".at")).to_have_text(re.compile("[1-9] / 10"))
+            page.locator(".step").focus()
+            page.keyboard.press(key)
+            finish(page)
+            assert not page.is_visible("#stop")
+            assert page.locator(".lane .mask").count()
+
+
+def test_what_is_left_out_is_asked_for(browser, address):
+    with opened(browser, address) as page:
+        ready(page)
+        page.select_option("#model", "pairs")
+        assert page.get_attribute("#example", "max") == "3"
+        page.select_option("#model", "puzzle")
+        assert page.get_attribute("#example", "max") == "", "it has no end of examples"
+        for name in ("#first", "#second"):
+            page.fill(name, "")
+        page.click("#write")
+        playwright.expect(page.locator("#verdict.failed")).to_have_text("Name a rule to write with.")
+
+
 def test_a_text_of_ones_own_is_text(browser, address):
     with opened(browser, address) as page:
         ready(page)

@@ -73,6 +73,12 @@ class Lane {
     this.timer = null;
     this.part(".play").textContent = "▶";
     this.part(".play").setAttribute("aria-label", "Play again");
+    this.settle();
+  }
+
+  /** All has come, and nothing is playing. */
+  settle() {
+    if (this.answer && !this.timer) this.finished?.();
   }
 
   end() {
@@ -98,7 +104,7 @@ class Lane {
     setTimeout(() => { button.textContent = "Copy command"; }, 1500);
   }
 
-  /** Resolves when all steps have been shown. */
+  /** Resolves when all steps have been shown, or have come while somebody looks at one of them. */
   async write(body) {
     const whole = new Promise((resolve) => { this.finished = resolve; });
     const response = await ask("/v1/generate", { ...body, stream: true }, this.abort.signal);
@@ -117,6 +123,7 @@ class Lane {
         this.part(".step").max = this.frames.length - 1;
       } else {
         this.answer = value;
+        this.settle();
       }
     }
     await whole;
@@ -173,9 +180,10 @@ function tell(text, failed = false) {
 }
 
 function stop() {
-  for (const lane of running) { lane.abort.abort(); lane.pause(); }
-  if (running.some((lane) => !lane.answer)) tell("Stopped.");
+  const lanes = running;
   running = [];
+  for (const lane of lanes) { lane.abort.abort(); lane.pause(); }
+  if (lanes.length) tell(lanes.every((lane) => lane.answer) ? verdict(lanes) : "Stopped.");
   at("stop").hidden = true;
 }
 
@@ -190,6 +198,7 @@ function verdict(lanes) {
 async function write() {
   stop();
   const wanted = [at("first").value.trim(), at("second").value.trim()].filter(Boolean);
+  if (!wanted.length) { tell("Name a rule to write with.", true); return; }
   at("lanes").replaceChildren();
   at("question").hidden = true;
   at("legend").hidden = false;
@@ -199,6 +208,7 @@ async function write() {
   const lanes = running = wanted.map((policy) => new Lane(policy, model()));
   try {
     await Promise.all(lanes.map((lane, i) => lane.write(body(wanted[i]))));
+    if (running !== lanes) return; // others are written by now
     tell(verdict(lanes));
     at("stop").hidden = true;
   } catch (error) {
@@ -232,7 +242,7 @@ function choose() {
   at("steps").value = chosen.steps;
   at("steps").max = chosen.max_steps;
   at("temperature").value = chosen.temperature;
-  if (chosen.examples !== null) at("example").max = chosen.examples - 1;
+  at("example").max = chosen.examples === null ? "" : chosen.examples - 1;
   at("own").disabled = !chosen.takes_prompts;
   at("prompt").placeholder = chosen.is_text ? "Type a prompt" : `${chosen.length} tokens with spaces between, _ for each to write`;
   explain();
