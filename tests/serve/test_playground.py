@@ -159,6 +159,16 @@ def test_who_stops_to_look_is_told_the_end(browser, address):
             assert page.locator(".lane .mask").count()
 
 
+def test_an_order_for_two_steps_races_a_rule_with_more(browser, address):
+    with opened(browser, address) as page:
+        ready(page)
+        page.select_option("#model", "puzzle")
+        page.fill("#steps", "4")
+        page.click("#write")
+        finish(page)
+        assert [text.split("at most ")[1] for text in page.locator(".of").all_inner_texts()] == ["2,", "4,"]
+
+
 def test_what_is_left_out_is_asked_for(browser, address):
     with opened(browser, address) as page:
         ready(page)

@@ -170,7 +170,8 @@ function body(policy) {
   const own = at("own").checked;
   if (policy === "learned" && model().prices.length) policy = `learned(price=${price()})`;
   const found = { model: model().id, policy, seed: Number(at("seed").value), temperature: Number(at("temperature").value) };
-  if (at("steps").value) found.steps = Number(at("steps").value);
+  const fixed = !model().any_steps && rules.find((one) => one.name === keyOf(policy))?.needs_order; // as it was learned
+  if (at("steps").value && !fixed) found.steps = Number(at("steps").value);
   return own ? { ...found, prompt: at("prompt").value } : { ...found, example: Number(at("example").value) };
 }
 
