@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--screenshot-of", metavar="RUN", help="Write docs/results/report.png, the page of this run.")
+    parser.addoption("--screenshot-of", metavar="RUN", help="Draw docs/results/*.png of this run.")
 
 
 def pytest_configure():

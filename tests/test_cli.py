@@ -1,5 +1,6 @@
 """The command line, in this process: what each command prints and writes, and what it says of bad input."""
 
+import html
 import io
 import json
 import re
@@ -1096,6 +1097,22 @@ def test_report_writes_one_page(call, run):
     assert "data-orders" not in (call("report", run, "--examples", "0"), (run / "report.html").read_text())[1]
 
 
+def test_the_commands_of_a_report_make_its_records(call, run, monkeypatch):
+    """Each of them finds everything done already."""
+    options = ["--examples", "7", "--seed", "3", "--temperature", "0.5", "--top-p", "0.9"]
+    assert call("evaluate", run, "--policy", "margin", "--policy", "threshold:0.8", "--steps", "3", *options)[0] == 0
+    assert call("evaluate", run, "--curve", "--policy", "threshold", "--steps", "2", "--examples", "5")[0] == 0
+    assert call("report", run)[0] == 0
+    page, before = html.unescape((run / "report.html").read_text()), contents(run)
+    train, *made, report = re.search(r"<pre>(unmask train .*?)</pre>", page, flags=re.S)[1].splitlines()
+    assert (train, report) == ("unmask train recipe.toml --out run", "unmask report run")
+    monkeypatch.chdir(run.parent)
+    for line in made:
+        assert line == "unmask evaluate run --curve --steps=2 --examples=5" or call(*shlex.split(line)[1:])[0] == 0
+    assert len(made) == 4, "the learned order, the recipe's rules, the two above, the curve"
+    assert contents(run) == before
+
+
 def test_report_without_the_model(call, run):
     """The records are enough for all but the viewer, and the page says why."""
     (run / "model.safetensors").write_bytes(b"damaged")
@@ -1113,6 +1130,8 @@ def test_report_for_papers(call, refused, run):
     assert "report-orders.png" in call("report", run, "--format", "png")[1]
     assert (run / "report-orders.png").read_bytes().startswith(b"\x89PNG")
     assert "choose from html, md" in refused("report", run, "--format", "docx")
+    assert call("report", run, "--out", run / "named.csv")[0] == 0
+    assert (run / "named.csv").read_text().startswith("run,key,"), "no page in a file of this name"
 
 
 def test_report_elsewhere_leaves_the_run_alone(base, call, tmp_path):

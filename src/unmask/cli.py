@@ -551,13 +551,14 @@ def report(
     ],
     out: Annotated[Path | None, Option(help="The file to write.", show_default="report.html in the first run")] = None,
     format_: Annotated[
-        str,
+        str | None,
         Option(
             "--format",
             help="html: the page. For papers: md, csv or tex, the tables; png or pdf, the plots, each in a file beside "
             "--out.",
+            show_default="as --out ends, else html",
         ),
-    ] = "html",
+    ] = None,
     examples: Annotated[
         int,
         Option(min=0, max=MOST_EXAMPLES, help="Held-out examples to watch in the page, of those evaluated; 0: none."),
@@ -584,6 +585,9 @@ def report(
     from unmask.report.formats import FORMATS, write_format
     from unmask.report.html import read_sections, write_report
 
+    if format_ is None:
+        ending = out.suffix[1:] if out is not None else ""
+        format_ = ending if ending in FORMATS else "html"
     if format_ not in ("html", *FORMATS):
         raise UserError(f"--format {format_}: choose from html, {', '.join(FORMATS)}")
     path = out or runs[0] / f"report.{format_}"

@@ -8,6 +8,22 @@ from pathlib import Path
 
 _FOLDER = Path(__file__).parent / "decoding" / "policies"
 
+# What a rule does, for people who do not know its name.
+IN_WORDS = {
+    "learned": "the order that was learned",
+    "iid": "random positions",
+    "random": "random positions, the same number at each step",
+    "top-prob": "the positions of which the denoiser is surest",
+    "margin": "the positions where the first choice is furthest ahead of the second",
+    "entropy": "the positions with the least entropy",
+    "left-to-right": "from left to right",
+    "threshold": "all positions of which the denoiser is sure enough",
+    "factor": "as many as are sure enough together",
+    "eb": "as many as a bound on their joint entropy allows",
+    "klass": "the positions that are sure and no longer change",
+    "p2": "masks again what it doubts",
+}
+
 
 def listed_rules() -> list[tuple[str, str, str]]:
     """Each rule: how it is written (`names.usage`), its class, and the first paragraph of its docstring as a line."""

@@ -84,8 +84,8 @@ def opened(browser):
     """Opens a page; nothing may be logged, fail or be fetched while the test looks at it."""
     trouble, fetched, contexts = [], [], []
 
-    def open_page(file, width=1280, scheme="light"):
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    def open_page(file, width=1280, scheme="light", touch=False):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, has_touch=touch)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: trouble.append(message.text))
@@ -150,6 +150,18 @@ def test_what_is_masked_again_and_what_is_wrong_is_marked(page):
     assert "again" not in classes(1)[0]
 
 
+def test_a_letter_in_two_parts_is_written_once(opened, tmp_path):
+    parts = [{"name": "a", "valid": None, "drawing": "", "steps": [step(["\ufffd", None]), step([["é"], ""])]}]
+    write_html(
+        tmp_path / "page.html", [section({**ORDERS, "examples": [race(policies=parts, reference=None, given=[])]})]
+    )
+    page = opened(tmp_path / "page.html")
+    assert shown(page) == ["é", ""]
+    page.locator(".lane .token").first.hover()
+    assert page.locator(".hover").inner_text().split("\n")[:2] == ['position 1: "é"', "revealed at step 1"]
+    assert page.locator(".again").count() == 0
+
+
 def test_play_runs_to_its_end(page):
     page.get_by_role("button", name="Play").evaluate("(play) => play.click()")
     assert shown(page)[1:] == list("···")
@@ -189,6 +201,28 @@ def test_pointing_at_a_token_says_what_the_networks_said(page):
     assert EVIL in text
     assert 'reference: "4"' in text
     assert "revealed at step 2" in text
+
+
+def test_a_tap_says_it_too(opened, page_file):
+    page = opened(page_file, width=420, touch=True)
+    for name, said in (
+        (".lane .token", "position 1"),
+        (".heat rect", "position 1"),
+        (".chart > svg path", "97.3% valid"),
+    ):
+        page.locator(name).nth(-1 if "path" in name else 0).tap(force=True)
+        assert said in page.locator(".hover:not([hidden])").inner_text()
+    page.evaluate("scrollTo(0, 0)")
+    page.locator(".hover").wait_for(state="hidden")
+
+
+def test_an_end_of_sequence_is_explained(opened, tmp_path):
+    ends = [{"name": "a", "valid": None, "drawing": "", "steps": [step(["1", "░", "░", "░"])]}]
+    write_html(tmp_path / "page.html", [section({**ORDERS, "examples": [race(policies=ends), race()]})])
+    page = opened(tmp_path / "page.html")
+    assert "end of sequence" in page.locator(".key").inner_text()
+    page.get_by_role("button", name="the next example").click()
+    assert "end of sequence" not in page.locator(".key").inner_text()
 
 
 def test_policies_race_side_by_side(page):

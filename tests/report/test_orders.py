@@ -1,5 +1,7 @@
 """What the viewer is given: the same sequences as evaluated, and what the networks said while they were written."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,11 +9,11 @@ import unmask
 from tests.evaluation.by_hand import changed
 from tests.evaluation.test_blocks import FAST
 from tests.training.small import TINY_RECIPE
-from unmask.decoding.policies import Learned
+from unmask.decoding.policies import Learned, LeftToRight
 from unmask.decoding.tokens import TokenChoice
 from unmask.errors import UserError
 from unmask.evaluation.records import read_run
-from unmask.report.orders import labels, orders_of, raced
+from unmask.report.orders import Run, _policy, labels, orders_of, raced
 from unmask.report.trace import END, write
 from unmask.tasks.molecules.chemistry import drawn
 from unmask.tasks.molecules.molecules import Molecules
@@ -178,6 +180,19 @@ def test_rules_of_ones_own_run_only_if_trusted(run):
 def test_parts_of_a_letter_are_one_text():
     task = Text(prompt="q", response="a")
     assert labels(task, [*"né".encode(), 256, 257]) == ["n", "é", "", END, None]
+
+
+def test_a_letter_in_two_parts_is_written_once():
+    """Its first part reads otherwise when the second comes, and has been there before."""
+    task, here = Text(prompt="q", response="a"), torch.tensor([True, True, True])
+    denoiser = SimpleNamespace(mask_token_id=257)
+    history = torch.tensor([[[257, 257, 257], [*"é".encode()[:1], 257, 110], [*"én".encode()]]])
+    out = SimpleNamespace(history=history, num_steps=torch.tensor([2]), tokens=history[:, -1])
+    run = Run("a", LeftToRight(), 2, denoiser, out, None)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("unmask.report.orders._said", lambda *_: (torch.zeros(2, 3), [None, None]))
+        steps = _policy(task, run, 0, torch.arange(3), here, here)["steps"]
+    assert [step["tokens"] for step in steps] == [["\ufffd", None, "n"], [["é"], "", 0]]
 
 
 def test_classes_of_tokens(tmp_path):

@@ -716,7 +716,11 @@ def test_formats_for_papers(tmp_path):
             "<!-- Written by unmask",
             ["## one & two", "| learned, T = 2 | 1.98 |", "against 30.0%", "held-out bounds"],
         ),
-        ("tex", "% Written by unmask", [r"\caption{one \& two a\_b", r"learned, T = 2 & 1.98 & 1--2 & 0.973", r"95\%"]),
+        (
+            "tex",
+            "% Written by unmask",
+            [r"\caption{one \& two. a\_b", r"learned, T = 2 & 1.98 & 1--2 & 0.973", r"95\%"],
+        ),
         ("csv", "run,key,task", [f"x,{order().key},groups,", ",0.973,0.961,0.981,"]),
     ):
         path = tmp_path / f"report.{name}"

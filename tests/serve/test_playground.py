@@ -1,9 +1,8 @@
 """The playground in a real browser: two rules race, by mouse or by keyboard, on a wide page and on a narrow one.
 
-UNMASK_RUN=RUN UNMASK_SCREENSHOTS=FOLDER draws FOLDER/playground.png of another run.
+`pytest tests/serve/test_playground.py --screenshot-of RUN` races on that run and writes docs/results/playground.png.
 """
 
-import os
 import re
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +15,13 @@ from unmask.serve.app import Limits
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 axe = pytest.importorskip("axe_core_python.sync_playwright", reason="pip install axe-core-python")
 playwright.expect.set_options(timeout=20_000)
+PICTURE = Path(__file__).parents[2] / "docs" / "results" / "playground.png"
 
 
 @pytest.fixture(scope="module")
-def address(models, runs):
-    shown = served(Path(os.environ["UNMASK_RUN"])) if "UNMASK_RUN" in os.environ else [models[2]]
+def address(models, request):
+    run = request.config.getoption("--screenshot-of")
+    shown = served(Path(run)) if run else [models[2]]
     with serving([*shown, *models[:2]]) as (client, _):
         yield str(client.base_url)
 
@@ -57,15 +58,17 @@ def assert_accessible(page):
     assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in bad] == []
 
 
-def test_two_rules_race(browser, address):
+def test_two_rules_race(browser, address, request):
     with opened(browser, address) as page:
         ready(page)
         page.click("#write")
         finish(page)
         assert page.locator(".lane h2").all_inner_texts() == ["learned", "top-prob"]
         assert re.fullmatch(
-            r"learned wrote .* in \d steps?; top-prob wrote .* in \d steps?\.", page.inner_text("#verdict")
+            r"learned wrote a (right|wrong) answer in \d steps?; top-prob wrote a (right|wrong) answer in \d steps?\.",
+            page.inner_text("#verdict"),
         )
+        assert not page.is_visible("#ends")
         for lane in range(2):
             assert "·" not in tokens(page, lane)
             steps, passes = (page.locator(name).nth(lane).inner_text() for name in (".steps", ".passes"))
@@ -78,10 +81,16 @@ def test_two_rules_race(browser, address):
         page.locator(".copy").nth(1).click()
         playwright.expect(page.locator(".copy").nth(1)).to_have_text("Copied")
         assert page.evaluate("navigator.clipboard.readText()") == commands[1]
-        page.wait_for_timeout(400)  # the last token has stopped moving
+        playwright.expect(page.locator(".copy").nth(1)).to_have_text("Copy command")  # the tokens stand still by then
         assert_accessible(page)
-        if folder := os.environ.get("UNMASK_SCREENSHOTS"):
-            page.screenshot(path=f"{folder}/playground.png")
+        if request.config.getoption("--screenshot-of"):
+            page.screenshot(path=PICTURE, full_page=True)
+        for part, texts in ((".valid", ["✓", "✗ not right"]), (".time", ["9 ms", "9999 ms"])):
+            page.locator(part).evaluate_all(
+                "(all, texts) => all.forEach((one, i) => { one.textContent = texts[i] })", texts
+            )
+        tops = [box.bounding_box()["y"] for box in page.locator(".lane .tokens").all()]
+        assert tops[0] == tops[1], "side by side, whatever is said of them"
 
 
 def test_the_keyboard_is_enough(browser, address):
@@ -94,7 +103,7 @@ def test_the_keyboard_is_enough(browser, address):
         page.focus("#second")
         page.keyboard.press("Control+A")
         page.keyboard.type("left-to-right")
-        assert page.inner_text("#second-help").startswith("left-to-right")
+        assert page.inner_text("#second-help") == "left-to-right(count=even): from left to right"
         page.keyboard.press("Control+Enter")
         finish(page)
         last = tokens(page, 1)
@@ -131,6 +140,48 @@ def test_stopping_leaves_the_server(browser, models, monkeypatch):
         assert not page.is_visible("#stop")
 
 
+def test_who_stops_to_look_is_told_the_end(browser, address):
+    """All has come long before it has been shown."""
+    with opened(browser, address) as page:
+        ready(page)
+        page.select_option("#model", "texts")
+        page.fill("#first", "left-to-right")
+        page.fill("#second", "")
+        page.fill("#steps", "10")
+        for key in ("ArrowLeft", "Escape"):
+            page.click("#write")
+            playwright.expect(page.locator("#verdict")).to_have_text("Writing …")
+            playwright.expect(page.locator(".at")).to_have_text(re.compile("[1-9] / 10"))
+            page.locator(".step").focus()
+            page.keyboard.press(key)
+            finish(page)
+            assert not page.is_visible("#stop")
+            assert page.locator(".lane .mask").count()
+
+
+def test_an_order_for_two_steps_races_a_rule_with_more(browser, address):
+    with opened(browser, address) as page:
+        ready(page)
+        page.select_option("#model", "puzzle")
+        page.fill("#steps", "4")
+        page.click("#write")
+        finish(page)
+        assert [text.split("at most ")[1] for text in page.locator(".of").all_inner_texts()] == ["2,", "4,"]
+
+
+def test_what_is_left_out_is_asked_for(browser, address):
+    with opened(browser, address) as page:
+        ready(page)
+        page.select_option("#model", "pairs")
+        assert page.get_attribute("#example", "max") == "3"
+        page.select_option("#model", "puzzle")
+        assert page.get_attribute("#example", "max") == "", "it has no end of examples"
+        for name in ("#first", "#second"):
+            page.fill(name, "")
+        page.click("#write")
+        playwright.expect(page.locator("#verdict.failed")).to_have_text("Name a rule to write with.")
+
+
 def test_a_text_of_ones_own_is_text(browser, address):
     with opened(browser, address) as page:
         ready(page)
@@ -141,6 +192,7 @@ def test_a_text_of_ones_own_is_text(browser, address):
         page.click("#write")
         finish(page)
         assert page.inner_text("#question") == "<script>x()"
+        assert page.is_visible("#ends")
         assert page.locator(".lane").count() == 1
         assert page.evaluate("document.querySelectorAll('script:not([src])').length") == 0
         page.select_option("#model", "pairs")
@@ -184,6 +236,8 @@ def test_a_narrow_page(browser, address, scheme, path):
             finish(page)
         else:
             page.wait_for_selector("section.call >> nth=5")
+            assert "Bearer TOKEN" in page.locator("#about code").inner_text()
+            assert "`" not in page.inner_text("main")
         assert page.evaluate("document.documentElement.scrollWidth") <= 420
         cut = "found => found.filter(one => one.scrollWidth > one.clientWidth + 1).length"
         assert page.locator("table, .tokens, pre").evaluate_all(cut) == 0

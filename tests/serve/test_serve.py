@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from tests.test_bad_input import call
 from tests.test_benchmarks import load
 from unmask.decoding.open_batch import OpenBatch
 from unmask.recipe import load_recipe
+from unmask.serve import app as application
 from unmask.serve import worker as module
 from unmask.serve.app import BODY, Limits, listen
 from unmask.serve.served import Asked, quoted
@@ -152,6 +154,8 @@ def test_what_there_is(running):
     assert set(schema["paths"]) == {
         *("/v1/generate", "/v1/completions", "/v1/models", "/v1/policies", "/healthz", "/metrics")
     }
+    codes = {code for code in schema["paths"]["/v1/generate"]["post"]["responses"] if code >= "400"}
+    assert codes == set(re.findall(r"\b[45]\d\d\b", application.__doc__)), "the page and the module tell the same"
     fields = schema["components"]["schemas"]["Generate"]["properties"]
     assert set(fields) == set(Asked.__annotations__)
     for path in ("/", "/docs", "/playground.js", "/playground.css", "/api.js"):

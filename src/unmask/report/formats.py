@@ -117,7 +117,7 @@ def latex(sections: Sequence[Section]) -> str:
         for table in tables(section):
             lines = [" & ".join(map(_tex, line)) + r" \\" for line in (table.headings, *table.rows)]
             columns = "l" + "r" * (len(table.headings) - 1)
-            told = " ".join(filter(None, [table.title or section.title, table.legend(table.headings)]))
+            told = ". ".join(filter(None, [table.title or section.title, table.legend(table.headings)]))
             inside = [r"\begin{table}", rf"\caption{{{_tex(told)}}}", rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
             inside += [lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}", r"\end{table}", ""]
             parts.append("\n".join(inside))

@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from importlib.resources import files as packaged
 from itertools import zip_longest
@@ -14,15 +15,17 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import unmask
+from unmask.decoding.policies import own_rules
 from unmask.display import in_html, visible
 from unmask.errors import UserError
 from unmask.evaluation.bound import BoundReport, read_bound
 from unmask.evaluation.compare import Comparison
 from unmask.evaluation.curve import Curve, frontier, read_curve
 from unmask.evaluation.perplexity import Perplexity, read_perplexities
-from unmask.evaluation.records import Record, grouped, read_run
+from unmask.evaluation.records import EvaluationSpec, Record, grouped, read_run
 from unmask.files import refuse_link, write_text
 from unmask.jsonl import ResultsError, unsealed
+from unmask.recipe import Recipe
 from unmask.report.orders import orders_of
 from unmask.report.plots import Series, shared_series
 from unmask.report.tables import (
@@ -43,25 +46,11 @@ from unmask.report.tables import (
     verdict,
     without_sweep,
 )
+from unmask.rule_list import IN_WORDS
 from unmask.training.run import load_task
 
 PAGE_EXAMPLES = 12  # that are shown as they are written
 MOST_UPDATES = 200  # points of a training curve
-# What a rule does, for people who do not know its name.
-IN_WORDS = {
-    "learned": "the order that was learned",
-    "iid": "random positions",
-    "random": "random positions, the same number at each step",
-    "top-prob": "the positions of which the denoiser is surest",
-    "margin": "the positions where the first choice is furthest ahead of the second",
-    "entropy": "the positions with the least entropy",
-    "left-to-right": "from left to right",
-    "threshold": "all positions of which the denoiser is sure enough",
-    "factor": "as many as are sure enough together",
-    "eb": "as many as a bound on their joint entropy allows",
-    "klass": "the positions that are sure and no longer change",
-    "p2": "masks again what it doubts",
-}
 
 
 class Section(NamedTuple):
@@ -78,6 +67,7 @@ class Section(NamedTuple):
     perplexities: Sequence[Perplexity] = ()
     training: Mapping[str, list[tuple[int, float]]] = MappingProxyType({})  # by stage: (update, bound)
     recipe: str = ""  # as TOML
+    commands: Sequence[str] = ()  # that made the records
     orders: dict[str, Any] | str = ""  # what `orders_of` says, or why there is nothing
 
 
@@ -92,6 +82,8 @@ def read_sections(runs: Sequence[Path], trust_task: bool = False, examples: int 
             raise UserError(f"{run}/results.jsonl is empty: run `unmask evaluate {run}` first")
         recipe, task = load_task(run, trust_task)
         curve, told = read_curve(run / "curve.json"), caption(recipe, records)
+        points = {point.key for point in curve.points} if curve else set()
+        swept = [record for record in records if record.key in points]
         records = without_sweep(records, curve, recipe)
         orders: dict[str, Any] | str = "No example was asked for."
         if examples:
@@ -112,10 +104,45 @@ def read_sections(runs: Sequence[Path], trust_task: bool = False, examples: int 
                 perplexities=read_perplexities(run),
                 training=training_curves(run / "metrics.jsonl"),
                 recipe=recipe.to_toml(),
+                commands=commands(name, records, swept, recipe, task.held_out),
                 orders=orders,
             )
         )
     return sections
+
+
+def commands(run: str, records: Sequence[Record], swept: Sequence[Record], recipe: Recipe, split: str) -> list[str]:
+    """What makes these records: rules that ran at the same budgets together, with what differs from the recipe."""
+    by_rule = grouped(ordered(records), lambda record: (record.spec.setting, record.spec.policy)).values()
+    alike = grouped(by_rule, lambda same: (same[0].spec.setting, tuple(sorted({r.spec.budget for r in same}))))
+    found = [
+        [*(f"--policy={same[0].spec.policy}" for same in rules), *_asked(rules[0][0].spec, budgets, recipe, split)]
+        for (_, budgets), rules in alike.items()
+    ]
+    if swept:
+        caps = sorted({record.spec.budget for record in swept})
+        found.append(["--curve", *_asked(swept[0].spec, caps, recipe, split)])
+    own = recipe.own_code or any(own_rules(record.spec.policy) for record in records)
+    return [shlex.join(["unmask", "evaluate", run, *words, *["--trust-task"] * bool(own)]) for words in found]
+
+
+def _asked(spec: EvaluationSpec, budgets: Sequence[int], recipe: Recipe, split: str) -> list[str]:
+    """The options of `unmask evaluate` that a recipe does not give."""
+    words = [f"--steps={budget}" for budget in budgets]
+    for option, asked, left_out in (
+        ("examples", spec.num_examples, recipe.evaluate.examples),
+        ("temperature", spec.temperature, recipe.evaluate.temperature),
+        ("top-p", spec.top_p, 1.0),
+        ("top-k", spec.top_k, 0),
+        ("guidance", spec.guidance, 0.0),
+        ("seed", spec.seed, recipe.seed),
+        ("split", spec.split, split),
+        ("cache", spec.cache, "none"),
+    ):
+        words += [f"--{option}={asked}"] * (asked != left_out)
+    ends = spec.eos_policy.replace("stop", "stop-at-eos").replace(":", "=")
+    words += [f"--{end}" for end in ends.split(",") if end != "none"]
+    return words + ["--bf16"] * (spec.precision == "bf16")
 
 
 def training_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
@@ -387,8 +414,10 @@ def _made(section: Section) -> str:
     """The command, the version and the recipe."""
     versions = ", ".join(sorted({record.outcome.revision for record in section.records}))
     devices = ", ".join(sorted({record.outcome.device for record in section.records}))
-    commands = [f"unmask {rest} {section.run}" for rest in ("train recipe.toml --out", "evaluate", "report")]
-    told = f"<pre>{in_html(chr(10).join(commands))}</pre>"
+    run = shlex.quote(section.run)
+    lines = [f"unmask train recipe.toml --out {run}", *section.commands]
+    lines += [f"unmask evaluate {run} --bound"] * (section.bound is not None)
+    told = f"<pre>{in_html(chr(10).join([*lines, f'unmask report {run}']))}</pre>"
     told += f'<p class="note">Evaluated by unmask {in_html(versions)} on {in_html(devices)}.</p>'
     if section.recipe:
         told += f"<details><summary>recipe.toml</summary><pre>{in_html(section.recipe)}</pre></details>"

@@ -118,12 +118,13 @@ def _policy(task: Task, one: Run, row: int, shown: Tensor, here: Tensor, respons
     count, mask = int(one.out.num_steps[row]), one.denoiser.mask_token_id
     canvases = one.out.history[row, : count + 1]  # [S + 1, L]
     said = zip(*_said(one, canvases[:-1, here], response[here]), strict=True)
-    steps, before = list[dict[str, Any]](), list[str | None]()
+    steps = list[dict[str, Any]]()
+    before: list[tuple[int, str | None]] = [(-1, None)] * len(shown)  # each token and its text
     for canvas, (sure, chosen) in zip(canvases[1:], said, strict=True):
-        seen = torch.where((canvas == mask) & response, len(task.vocabulary), canvas)
-        now = labels(task, seen[shown].tolist())
-        changed = [0 if before and token == before[place] else token for place, token in enumerate(now)]
-        step, before = {"tokens": changed, "confidence": _percent(sure, here, shown)}, now
+        seen = torch.where((canvas == mask) & response, len(task.vocabulary), canvas)[shown].tolist()
+        now = list(zip(seen, labels(task, seen), strict=True))
+        step = {"tokens": list(map(_told, before, now)), "confidence": _percent(sure, here, shown)}
+        before = now
         steps.append(step | ({} if chosen is None else {"selector": _percent(chosen, here, shown)}))
     return {
         "name": one.name,
@@ -131,6 +132,13 @@ def _policy(task: Task, one: Run, row: int, shown: Tensor, here: Tensor, respons
         "drawing": task.drawing(one.out.tokens[row][shown].tolist()),
         "steps": steps,
     }
+
+
+def _told(before: tuple[int, str | None], now: tuple[int, str | None]) -> int | str | list[str | None] | None:
+    """What viewer.js is told: 0 as before, or the text; in a list if the token stayed and its letter has changed."""
+    if now == before:
+        return 0
+    return [now[1]] if now[0] == before[0] else now[1]
 
 
 def labels(task: Task, tokens: Sequence[int]) -> list[str | None]:

@@ -1,8 +1,8 @@
 """HTTP: the playground, the interface for programs, and what keeps both within bounds.
 
 Errors are JSON, {"error": {"message": ..., "type": ...}}, as OpenAI's clients expect them:
-400 no JSON, 401 no or a wrong token, 404 no such model or page, 413 body too large, 415 not called JSON, 422 cannot be
-answered and why, 429 too many wait, 503 stopping, 504 took too long.
+400 no JSON, 401 no or a wrong token, 404 no such model or page, 408 body too slow, 413 body too large, 415 not called
+JSON, 421 called by another name, 422 cannot be answered and why, 429 too many wait, 503 stopping, 504 took too long.
 """
 
 from __future__ import annotations

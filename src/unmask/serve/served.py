@@ -21,7 +21,7 @@ from unmask.evaluation.evaluate import response_sizes
 from unmask.evaluation.plan import open_run
 from unmask.evaluation.text_run import cut
 from unmask.report.trace import spans
-from unmask.rule_list import listed_rules
+from unmask.rule_list import IN_WORDS, listed_rules
 from unmask.serve.worker import Job, State
 from unmask.tasks.task import Examples, Task, check_example, check_no_mask
 
@@ -354,6 +354,7 @@ def policies() -> list[dict[str, Any]]:
             "name": usage.partition("(")[0],
             "usage": usage,
             "summary": summary,
+            "words": IN_WORDS.get(usage.partition("(")[0], ""),
             "needs_order": issubclass(RULES[usage.partition("(")[0]], NetworkPolicy),
         }
         for usage, _, summary in listed_rules()

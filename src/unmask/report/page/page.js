@@ -100,19 +100,17 @@ function chart(root, data) {
   }
   legend.append(...chips);
   svg.after(legend);
-  svg.addEventListener("pointermove", (event) => {
+  hover.over(svg, (event) => {
     const box = svg.getBoundingClientRect(), [x, y] = [event.clientX - box.left, event.clientY - box.top];
     const near = places.filter((p) => only < 0 || p.series === only).map((p) => [Math.hypot(p.px - x, p.py - y), p])
       .filter(([far]) => far < (data.small ? 40 : 22)).sort((a, b) => a[0] - b[0]);
     const shown = near.filter(([far]) => far < near[0][0] + 4).slice(0, data.small ? 1 : 4).map(([, p]) => p);
-    if (shown.length) hover.show(event.clientX, event.clientY, shown.flatMap((p) => p.lines));
-    else hover.hide();
+    return shown.flatMap((p) => p.lines);
   });
   svg.addEventListener("click", (event) => {
     const group = groups.findIndex((one) => one.contains(event.target));
     if (chips.length) isolate(group < 0 || group === only ? -1 : group);
   });
-  svg.addEventListener("pointerleave", () => hover.hide());
   new ResizeObserver(draw).observe(root);
   draw();
 }
@@ -142,8 +140,7 @@ function heatMap(root, data) {
       });
       place += 0.4; // a gap between the groups
     });
-    svg.addEventListener("pointermove", (event) => event.target.about ? hover.show(event.clientX, event.clientY, event.target.about) : hover.hide());
-    svg.addEventListener("pointerleave", () => hover.hide());
+    hover.over(svg, ({target}) => target.about);
     part.append(element("p", "name", name), svg);
     box.append(part);
   });

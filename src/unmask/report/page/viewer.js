@@ -9,7 +9,8 @@
 // reference  [text]: the right tokens, or null; others are marked where the answer is not valid
 // grid       [columns, columns of a box], or [0, 0] where the tokens stand in a line
 // policies   [{name, valid: true | false | null (may be set later), drawing: "" | an SVG, shown as an image, steps}]
-// steps      [{tokens: [text | null for a mask | 0 as before], selector: [percent | null], confidence: [percent | null]}]
+// steps      [{tokens: [text | null for a mask | 0 as before | [text] the same token, part of another letter now],
+//              selector: [percent | null], confidence: [percent | null]}]
 //            tokens: after the step; selector (may be missing) and confidence: of the masks before it
 //
 // All texts are set as text, never as HTML.  Needs colours.js and viewer.css.
@@ -30,6 +31,7 @@ const hover = {
       this.box = element("div", "hover");
       this.box.setAttribute("role", "tooltip");
       document.body.append(this.box);
+      addEventListener("scroll", () => this.hide(), true);
     }
     this.box.replaceChildren(...lines.map((line, i) => element(i ? "span" : "strong", "", line)));
     this.box.hidden = false;
@@ -39,6 +41,17 @@ const hover = {
   },
   hide() {
     if (this.box) this.box.hidden = true;
+  },
+  // While something is pointed at, or after a tap; about(event): the lines, or nothing.
+  over(root, about) {
+    const tell = (event) => {
+      const lines = about(event);
+      if (lines?.length) this.show(event.clientX, event.clientY, lines);
+      else this.hide();
+    };
+    root.addEventListener("pointermove", tell);
+    root.addEventListener("click", tell);
+    root.addEventListener("pointerleave", () => this.hide());
   },
 };
 
@@ -104,6 +117,7 @@ function orderViewer(root, data) {
       : ["masked", "token mask", "·"]];
     if (data.given.some(Boolean)) signs.push(["given", "token given", "a"]);
     if (data.reference) signs.push(["not as in the reference", "token differs", "a"]);
+    if (lanes.some((lane) => lane.steps.at(-1)?.tokens.includes("░"))) signs.push(["end of sequence", "token", "░"]);
     if (lanes.some((lane) => lane.again)) signs.push(["masked again, or written again", "token mask again", "↺"]);
     for (const [text, className, sign] of signs) {
       const entry = element("span", "sign");
@@ -151,12 +165,7 @@ function orderViewer(root, data) {
     else return;
     event.preventDefault();
   };
-  root.addEventListener("pointerleave", () => hover.hide());
-  root.addEventListener("pointermove", (event) => {
-    const lane = lanes.find((one) => one.box.contains(event.target)), at = event.target.dataset?.at;
-    if (lane && at !== undefined) hover.show(event.clientX, event.clientY, lane.about(Number(at)));
-    else hover.hide();
-  });
+  hover.over(race, ({target}) => lanes.find((lane) => lane.cells.includes(target))?.about(Number(target.dataset.at)));
   stop();
   key();
   show(last());
@@ -203,10 +212,10 @@ class Lane {
   add(step) {
     const before = this.steps.at(-1), size = step.tokens.length, {given} = this.data;
     const since = new Uint16Array(size), times = new Uint16Array(size);
-    const tokens = step.tokens.map((token, p) => (token === 0 ? before.tokens[p] : token));
+    const tokens = step.tokens.map((token, p) => (token === 0 ? before.tokens[p] : Array.isArray(token) ? token[0] : token));
     tokens.forEach((token, p) => {
       const [was, count, text] = before ? [before.since[p], before.times[p], before.tokens[p]] : [0, 0, null];
-      const changed = token !== null && !given[p] && (text === null || text !== token);
+      const changed = token !== null && !given[p] && text !== token && !Array.isArray(step.tokens[p]);
       since[p] = changed ? this.steps.length + 1 : was;
       times[p] = count + changed;
       if (times[p] > 1 || (token === null && times[p])) this.again = true;

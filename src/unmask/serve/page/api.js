@@ -2,10 +2,12 @@
 
 function made(name, text, ...children) {
   const element = document.createElement(name);
-  element.textContent = text;
-  element.append(...children);
+  element.append(...written(text), ...children);
   return element;
 }
+
+/** A text whose parts in backticks are code. */
+const written = (text) => text.split("`").map((part, i) => (i % 2 ? made("code", part) : part));
 
 const table = (rows) => made("table", "", ...rows.map(([name, text]) => made("tr", "", made("th", name), made("td", text))));
 
@@ -36,7 +38,7 @@ function call(schema, method, path, { summary, requestBody, responses }) {
 }
 
 fetch("/openapi.json").then((response) => response.json()).then((schema) => {
-  document.getElementById("about").textContent = schema.info.description;
+  document.getElementById("about").append(...written(schema.info.description));
   document.getElementById("calls").append(...Object.entries(schema.paths).flatMap(([path, calls]) =>
     Object.entries(calls).map(([method, told]) => call(schema, method, path, told))));
 });

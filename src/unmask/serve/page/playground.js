@@ -73,6 +73,12 @@ class Lane {
     this.timer = null;
     this.part(".play").textContent = "▶";
     this.part(".play").setAttribute("aria-label", "Play again");
+    this.settle();
+  }
+
+  /** All has come, and nothing is playing. */
+  settle() {
+    if (this.answer && !this.timer) this.finished?.();
   }
 
   end() {
@@ -98,7 +104,7 @@ class Lane {
     setTimeout(() => { button.textContent = "Copy command"; }, 1500);
   }
 
-  /** Resolves when all steps have been shown. */
+  /** Resolves when all steps have been shown, or have come while somebody looks at one of them. */
   async write(body) {
     const whole = new Promise((resolve) => { this.finished = resolve; });
     const response = await ask("/v1/generate", { ...body, stream: true }, this.abort.signal);
@@ -117,6 +123,7 @@ class Lane {
         this.part(".step").max = this.frames.length - 1;
       } else {
         this.answer = value;
+        this.settle();
       }
     }
     await whole;
@@ -163,7 +170,8 @@ function body(policy) {
   const own = at("own").checked;
   if (policy === "learned" && model().prices.length) policy = `learned(price=${price()})`;
   const found = { model: model().id, policy, seed: Number(at("seed").value), temperature: Number(at("temperature").value) };
-  if (at("steps").value) found.steps = Number(at("steps").value);
+  const fixed = !model().any_steps && rules.find((one) => one.name === keyOf(policy))?.needs_order; // as it was learned
+  if (at("steps").value && !fixed) found.steps = Number(at("steps").value);
   return own ? { ...found, prompt: at("prompt").value } : { ...found, example: Number(at("example").value) };
 }
 
@@ -173,16 +181,17 @@ function tell(text, failed = false) {
 }
 
 function stop() {
-  for (const lane of running) { lane.abort.abort(); lane.pause(); }
-  if (running.some((lane) => !lane.answer)) tell("Stopped.");
+  const lanes = running;
   running = [];
+  for (const lane of lanes) { lane.abort.abort(); lane.pause(); }
+  if (lanes.length) tell(lanes.every((lane) => lane.answer) ? verdict(lanes) : "Stopped.");
   at("stop").hidden = true;
 }
 
 function verdict(lanes) {
   const parts = lanes.map(({ answer }) => {
     const steps = `${answer.steps} ${answer.steps === 1 ? "step" : "steps"}`;
-    return `${answer.policy} wrote ${answer.valid === null ? "it" : answer.valid ? "a right answer" : "a wrong one"} in ${steps}`;
+    return `${answer.policy} wrote ${answer.valid === null ? "it" : answer.valid ? "a right answer" : "a wrong answer"} in ${steps}`;
   });
   return `${parts.join("; ")}.`;
 }
@@ -190,14 +199,17 @@ function verdict(lanes) {
 async function write() {
   stop();
   const wanted = [at("first").value.trim(), at("second").value.trim()].filter(Boolean);
+  if (!wanted.length) { tell("Name a rule to write with.", true); return; }
   at("lanes").replaceChildren();
   at("question").hidden = true;
   at("legend").hidden = false;
+  at("ends").hidden = !model().is_text;
   tell("Writing …");
   at("stop").hidden = false;
   const lanes = running = wanted.map((policy) => new Lane(policy, model()));
   try {
     await Promise.all(lanes.map((lane, i) => lane.write(body(wanted[i]))));
+    if (running !== lanes) return; // others are written by now
     tell(verdict(lanes));
     at("stop").hidden = true;
   } catch (error) {
@@ -211,7 +223,7 @@ async function write() {
 function explain() {
   for (const id of ["first", "second"]) {
     const rule = rules.find((one) => one.name === keyOf(at(id).value));
-    at(`${id}-help`).textContent = rule ? `${rule.usage}: ${rule.summary}` : "";
+    at(`${id}-help`).textContent = rule ? `${rule.usage}: ${rule.words || rule.summary}` : "";
   }
   const learned = [at("first"), at("second")].some((input) => input.value.trim() === "learned");
   at("priced").hidden = !(model()?.prices.length && learned);
@@ -231,7 +243,7 @@ function choose() {
   at("steps").value = chosen.steps;
   at("steps").max = chosen.max_steps;
   at("temperature").value = chosen.temperature;
-  if (chosen.examples !== null) at("example").max = chosen.examples - 1;
+  at("example").max = chosen.examples === null ? "" : chosen.examples - 1;
   at("own").disabled = !chosen.takes_prompts;
   at("prompt").placeholder = chosen.is_text ? "Type a prompt" : `${chosen.length} tokens with spaces between, _ for each to write`;
   explain();
