@@ -8,12 +8,14 @@ import torch
 from unmask.cli import main
 from unmask.errors import UserError
 from unmask.evaluation.bound import evaluate_run_bound
+from unmask.evaluation.curve import read_curve
 from unmask.evaluation.evaluate import HalfTrunk
 from unmask.evaluation.plan import evaluate
 from unmask.evaluation.records import read_records
 from unmask.models.frozen import FrozenDenoiser
 from unmask.models.order_model import OrderModel
 from unmask.recipe import EvaluateRecipe, load_recipe
+from unmask.tasks import make_task
 from unmask.training.run import train
 
 FAST = ["denoise.updates=3", "denoise.batch=8", "order.updates=2", "order.batch=4", "order.trajectories=2"]
@@ -102,6 +104,37 @@ def test_without_an_order_the_rules_that_nobody_chose_are_in_its_blocks(tmp_path
     with pytest.raises(SystemExit) as ended:
         main(["sample", str(tmp_path / "run"), "--num", "1"])
     assert not ended.value.code
+
+
+def test_a_curve_is_swept_inside_its_blocks(run, tmp_path, capsys):
+    priced = tmp_path / "priced"
+    own = ["order.budget=4", "order.least_budget=2", "order.spread=0"]
+    train(load_recipe("groups-blocks", [*FAST, *own]), priced, cpu=True)
+    words = ["--curve", "--policy", "learned", "--policy", "margin", "--examples", "4", "--cpu"]
+    for folder, caps in ((run, {4}), (priced, {4, 6, 8})):
+        with pytest.raises(SystemExit) as ended:
+            main(["evaluate", str(folder), *words])
+        assert not ended.value.code
+        told = capsys.readouterr()
+        assert told.out.startswith("learned is ")
+        assert "cannot run" not in told.err
+        points = read_curve(folder / "curve.json").points
+        assert {point.cap for point in points if point.family == "learned"} == caps
+        rules = [point for point in points if point.family == "blocks(8,margin)"]
+        assert [point.cap for point in rules] == [point.mean_steps for point in rules] == [4, 6, 8, 10, 12, 16]
+    few = evaluate(priced, policies=["learned"], steps=[1, 3], curve=True, examples=4, cpu=True)
+    assert {record.spec.budget for record in few} == {3, 8}, "one step is too few for two blocks"
+    with pytest.raises(UserError, match=r"give the rule as blocks\(8,threshold:0.97\)"):
+        evaluate(priced, policies=["learned", "threshold:0.97"], curve=True, examples=4, cpu=True)
+
+
+def test_a_response_shorter_than_a_block_is_evaluated(run):
+    """Nobody can choose the blocks of a block-causal denoiser."""
+    model, task = OrderModel.from_pretrained(run), make_task("groups", groups=2, group_size=2)
+    for curve in (False, True):
+        asked = {"policies": ["blocks(8,margin)"], "steps": [2], "curve": curve}
+        (record,) = evaluate(model, task, **asked, examples=4, cpu=True)
+        assert record.mean_steps == 2
 
 
 def test_what_a_recipe_may_not_say(run):

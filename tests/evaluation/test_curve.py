@@ -90,6 +90,7 @@ def test_families():
     assert [family(rule) for rule in ("threshold:0.9", "threshold(0.9,paced)", "learned(price=0.1)", "margin")] == [
         *("threshold", "paced threshold", "learned", "margin")
     ]
+    assert family("blocks(8,threshold(0.9,paced))") == "blocks(8,paced threshold)"
 
 
 # --- learned against the best rule ------------------------------------------------------------------------------------
@@ -155,6 +156,9 @@ def test_rules_without_a_cap_where_the_order_has_more_steps():
 def test_steps_needed_without_an_order_and_in_several_settings():
     rules = [*RULES, result("top-prob", 9, "11111100", [9] * 8)]
     warm = [result("top-prob", 9, "11110000", [9] * 8, temperature=0.5)]
+    in_blocks = result("blocks(4,margin)", 9, "11110000", [9] * 8, temperature=0.7)
+    (row,) = needed_table(compared_curves([in_blocks])).rows
+    assert row[2:4] == ["50.0", "9.00"]
     rows = needed_table(compared_curves([*rules, *warm]), share=2 / 3).rows
     assert [row[-1] for row in rows] == ["–", "–"]
     assert [row[0].rpartition(", ")[2] for row in rows] == ["temperature 1.0", "temperature 0.5"]
@@ -329,6 +333,20 @@ def test_a_sweep_can_be_restricted():
     assert {cap for _, cap in planned(SimpleNamespace(budget=5, prices=(0.1, 1.0)), ["learned"], [2, 9], 72)} == {2, 5}
 
 
+def test_a_sweep_inside_the_blocks_of_the_denoiser():
+    """Three blocks of 24: at least three steps, T = 4 in each, and caps over the whole response."""
+    denoiser = SimpleNamespace(block_size=24)
+    selector = SimpleNamespace(budget=4, prices=(0.1, 1.0), block_size=24)
+    plan = planned(selector, [], [], 72, False, None, denoiser)
+    assert {cap for rule, cap in plan if rule == "blocks(24,margin)"} == {6, 9, 12, 15, 18, 24, 48, 72}
+    assert ("blocks(24,top-prob)", 3) in plan
+    assert {cap for rule, cap in plan if family(rule) == "learned"} == {6, 9, 12}
+    assert all(rule.startswith(("blocks(24,", "learned(price=")) for rule, _ in plan)
+    assert planned(selector, ["eb"], [7], 72, False, None, denoiser) == {
+        *(("blocks(24,eb:0.03)", 7), ("blocks(24,eb:0.01)", 7), ("blocks(24,eb:0.1)", 7))
+    }
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 PRICED = TINY_RECIPE.replace("[model.scorer]\nwidth = 8\nlayers = 1\nheads = 2\n", "").replace(
@@ -357,7 +375,8 @@ def test_the_command_draws_a_curve_and_repeats_nothing(trained, call, tmp_path):
     records = read_run(run)
     assert {point.key for point in curve.points} == {record.key for record in records}
     assert len(records) == 8 + 8 + 4 + 5 * 2 + 5
-    assert compared_curves(records) == [curve], "from the records alone"
+    assert curve.asked == ["--policy=learned", "--policy=threshold", "--steps=2", "--steps=4"]
+    assert compared_curves(records) == [dataclasses.replace(curve, asked=[])], "from the records alone"
     assert (run / "curve.svg").read_text().startswith("<svg")
     assert json.loads((run / "curve.json").read_text())["crc"]
     before = contents(run)

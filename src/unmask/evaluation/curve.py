@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from unmask.decoding.policies import Background, Learned, Policy, SelectorNetwork, parse_policy
+from unmask.decoding.policies import (
+    Background,
+    Learned,
+    Policy,
+    SelectorNetwork,
+    own_blocks,
+    parse_policy,
+    trained_steps,
+)
 from unmask.evaluation.compare import NEAR, crossed_difference, rivals
 from unmask.evaluation.records import Record, grouped
 from unmask.fields import build
@@ -45,34 +53,42 @@ def sweep(
     longest: int,
     sampled: bool = False,
     background: Background | None = None,
+    denoiser: object = None,
 ) -> list[tuple[Policy, int]]:
     """The rules and caps to evaluate.  `policies`: families (threshold, learned) or rules (threshold:0.97); none: all.
 
     sampled: where tokens are, the order is also read by sampling.  background: that of `parse_policy`.
     No rule takes more steps than the longest response has tokens: caps beyond it are that.
+    denoiser: on a block-causal one, families run inside its blocks, and CAPS are those of each block.  `caps` and what
+    is returned count the steps of the whole response, as everywhere.
     """
-    limits = sorted({min(cap, max(2, longest)) for cap in caps or CAPS})
+    size = getattr(denoiser, "block_size", 0)
+    blocks = -(-longest // size) if size else 1
+    limits = sorted({min(cap, max(2, longest)) for cap in caps or [blocks * cap for cap in CAPS]})
     plan: list[tuple[Policy, int]] = []
     for given in policies or [*(["learned"] if selector is not None else []), *dict.fromkeys(map(_key, AT_EVERY_CAP))]:
         if given == "learned" and selector is not None:
-            plan += _learned_sweep(selector, limits, sampled)
+            plan += _learned_sweep(selector, limits, longest, sampled)
             continue
-        every: list[str | Policy] = [rule for rule in AT_EVERY_CAP if _key(rule) == given]
+        every: list[str | Policy] = [own_blocks(rule, denoiser) for rule in AT_EVERY_CAP if _key(rule) == given]
         for rule in every or [given]:
             parsed = rule if isinstance(rule, Policy) else parse_policy(rule, selector, background)
             plan += [(parsed, cap) for cap in limits]
-        plan += [(parse_policy(rule), limits[-1]) for rule in AT_THE_LARGEST if _key(rule) == given]
-        if given == "top-prob" and not caps:  # in one step all rules are the same: the left end of their curve
-            plan.append((parse_policy("top-prob"), 1))
+        rest = [own_blocks(rule, denoiser) for rule in AT_THE_LARGEST if _key(rule) == given]
+        plan += [(parse_policy(rule), limits[-1]) for rule in rest]
+        if given == "top-prob" and not caps:  # in one step a block all rules are the same: the left end of their curve
+            plan.append((parse_policy(own_blocks(given, denoiser)), blocks))
     return list({(rule.name, cap): (rule, cap) for rule, cap in plan}.values())
 
 
-def _learned_sweep(selector: SelectorNetwork, caps: Sequence[int], sampled: bool) -> list[tuple[Policy, int]]:
+def _learned_sweep(
+    selector: SelectorNetwork, caps: Sequence[int], longest: int, sampled: bool
+) -> list[tuple[Policy, int]]:
     """Read greedily, at prices that are equally far apart in log price: all with T steps, half of them with fewer.
 
-    Where `sampled`, with T steps also by sampling.
+    Where `sampled`, with T steps also by sampling.  T counts the steps of all blocks of the longest response.
     """
-    T = selector.budget or caps[-1]
+    T = trained_steps(selector, longest) or caps[-1]
     if not selector.prices:
         return [(Learned(selector), T), (Learned(selector, deterministic=True), T)]
     low, high = selector.prices
@@ -89,7 +105,9 @@ def _key(policy: str) -> str:
 
 
 def family(policy: str) -> str:
-    """The rule whatever its parameters; a paced threshold is another one."""
+    """The rule whatever its parameters; a paced threshold is another one, and so is a rule inside blocks."""
+    if inside := re.fullmatch(r"(blocks\(\d+,)(.*)\)", policy):
+        return f"{inside[1]}{family(inside[2])})"
     return f"paced {_key(policy)}" if "paced" in policy else _key(policy)
 
 
@@ -223,6 +241,7 @@ class Curve:
     highest: Reading  # at any number of steps
     points: list[Point]
     revision: str
+    asked: list[str] = field(default_factory=list)  # the options --policy and --steps of the command that swept
 
 
 Weigh = Callable[[Sequence[Point]], np.ndarray]
@@ -378,11 +397,11 @@ def _rounded(value: float) -> float:
     return round(float(value), 6)
 
 
-def write_curve(run: Path, found: Sequence[Curve]) -> None:
+def write_curve(run: Path, found: Sequence[Curve], asked: Sequence[str] = ()) -> None:
     """RUN/curve.json: the records of one sweep have one setting, and so one curve, or none without a rule."""
     (run / "curve.json").unlink(missing_ok=True)
     for curve in found:
-        write_text(run / "curve.json", sealed(asdict(curve)) + "\n")
+        write_text(run / "curve.json", sealed(asdict(replace(curve, asked=list(asked)))) + "\n")
 
 
 def read_curve(path: Path) -> Curve | None:

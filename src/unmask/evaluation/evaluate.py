@@ -133,7 +133,6 @@ def evaluate_policy(
     """
     processes, task, examples = processes or Processes(cpu=True), setup.task, setup.num_examples
     check_examples(task, examples)
-    policy.check(budget, response_sizes(task, examples))
     spec, denoiser = setup.spec(policy, budget), setup.denoiser_of(policy)
     device = device_of(denoiser)
     ran = (spec.key, device_name(device), setup.compile)
@@ -145,6 +144,7 @@ def evaluate_policy(
     used: AnyDenoiser = HalfTrunk(denoiser) if half else denoiser
     batch_size = min(BATCH, examples)
     engine = Engine(used, policy, budget, setup.choice, batch_size=batch_size, compile=setup.compile, cache=setup.cache)
+    engine.policy.check(budget, response_sizes(task, examples))
     for first in range(done, examples, CHUNK):
         ids = torch.arange(first, min(first + CHUNK, examples))
         mine = processes.share(ids)

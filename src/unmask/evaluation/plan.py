@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from unmask.decoding.cache import Cache
-from unmask.decoding.policies import Policy, check_policy, network_of, own_blocks, parse_policy, trained_steps
+from unmask.decoding.policies import (
+    Policy,
+    check_policy,
+    in_blocks,
+    network_of,
+    own_blocks,
+    parse_policy,
+    trained_steps,
+)
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
 from unmask.errors import UserError, require
@@ -142,6 +150,8 @@ def evaluate(
         names = list(policies) or [*(["learned"] if model.selector is not None else []), *rivals]
         known = model.selector, partial(task.token_frequencies, device_of(model.denoiser))
         rules = [rule if isinstance(rule, Policy) else parse_policy(rule, *known) for rule in names]
+        size = getattr(plain.denoiser, "block_size", 0)
+        rules = [rule if network_of(rule) is not None else in_blocks(rule, size) for rule in rules]
         budgets = steps or defaults.budgets
         learned, heuristics = _planned(setup, rules, budgets, bool(policies and steps), sizes, processes)
         elsewhere = [record for other in against for record in _learned_in(Path(other), setup, rules[0])]
@@ -167,7 +177,8 @@ def evaluate(
     records = run(learned)
     if curve:
         if folder and processes.is_main:
-            write_curve(folder, compared_curves(records))
+            asked = [f"--policy={rule.name if isinstance(rule, Policy) else rule}" for rule in policies]
+            write_curve(folder, compared_curves(records), [*asked, *(f"--steps={cap}" for cap in steps)])
         return records
     met = [*([] if steps else records), *elsewhere]
     heuristics = _with_equal_steps(heuristics, met, sizes)
@@ -249,10 +260,12 @@ def _swept(
     _check_steps(caps)
     background = partial(setup.task.token_frequencies, device_of(setup.model.denoiser))
     longest, sampled = int(sizes.max()), setup.choice.temperature > 0
-    plan = sweep(setup.model.selector, policies, caps, longest, sampled, background)
-    fitting = [(rule, cap) for rule, cap in plan if _can_run(rule, cap, sizes)]
+    denoiser = setup.plain.denoiser
+    size = getattr(denoiser, "block_size", 0)
+    plan = sweep(setup.model.selector, policies, caps, longest, sampled, background, denoiser)
+    fitting = [(rule, cap) for rule, cap in plan if _can_run(in_blocks(rule, size), cap, sizes)]
     for rule, cap in plan[:1] if not fitting else []:
-        rule.check(cap, sizes)  # says why
+        in_blocks(rule, size).check(cap, sizes)  # says why
     if len(fitting) < len(plan) and processes.is_main:
         say(f"unmask: {len(plan) - len(fitting)} of {len(plan)} points of the sweep cannot run: left out", err=True)
     return fitting

@@ -104,15 +104,20 @@ def read_sections(runs: Sequence[Path], trust_task: bool = False, examples: int 
                 perplexities=read_perplexities(run),
                 training=training_curves(run / "metrics.jsonl"),
                 recipe=recipe.to_toml(),
-                commands=commands(name, records, swept, recipe, task.held_out),
+                commands=commands(name, records, swept, curve.asked if curve else [], recipe, task.held_out),
                 orders=orders,
             )
         )
     return sections
 
 
-def commands(run: str, records: Sequence[Record], swept: Sequence[Record], recipe: Recipe, split: str) -> list[str]:
-    """What makes these records: rules that ran at the same budgets together, with what differs from the recipe."""
+def commands(
+    run: str, records: Sequence[Record], swept: Sequence[Record], asked: Sequence[str], recipe: Recipe, split: str
+) -> list[str]:
+    """What makes these records: rules that ran at the same budgets together, with what differs from the recipe.
+
+    swept: those of a curve, which the options `asked` restricted.
+    """
     by_rule = grouped(ordered(records), lambda record: (record.spec.setting, record.spec.policy)).values()
     alike = grouped(by_rule, lambda same: (same[0].spec.setting, tuple(sorted({r.spec.budget for r in same}))))
     found = [
@@ -120,8 +125,7 @@ def commands(run: str, records: Sequence[Record], swept: Sequence[Record], recip
         for (_, budgets), rules in alike.items()
     ]
     if swept:
-        caps = sorted({record.spec.budget for record in swept})
-        found.append(["--curve", *_asked(swept[0].spec, caps, recipe, split)])
+        found.append(["--curve", *asked, *_asked(swept[0].spec, [], recipe, split)])
     own = recipe.own_code or any(own_rules(record.spec.policy) for record in records)
     return [shlex.join(["unmask", "evaluate", run, *words, *["--trust-task"] * bool(own)]) for words in found]
 

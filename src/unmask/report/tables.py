@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
@@ -440,7 +441,8 @@ def needed_table(compared: Sequence[Curve], share: float = 0.95) -> ResultTable:
     for curve in compared:
         rules = _rules(curve)
         largest = max(point.cap for point in rules)
-        counted = [p.score for p in rules if p.family in ("top-prob", "margin") and p.cap == largest]
+        ranked = [p for p in rules if {"top-prob", "margin"} & {*re.split("[(,)]", p.family)}]  # in blocks or not
+        counted = [p.score for p in ranked if p.cap == largest]
         if not any(counted):
             continue
         target = share * max(counted)
