@@ -253,6 +253,16 @@ def test_a_sequence_ends_when_its_beginning_holds_a_stop_string(policy):
     assert stops
 
 
+def test_what_a_stop_fills_up_is_eos_whatever_is_forbidden():
+    """Every first token is a stop string: behind it stands EOS, which nothing else may write."""
+    prompts, allowed = torch.full((3, 5), MASK), torch.arange(V).expand(5, V) != 4
+    for forbidden in ({"suppress_tokens": [4]}, {"allowed": allowed}, {"min_length": 5}):
+        ends = {"eos_token_id": 4, "stop_strings": list("abcdefghijk"), "tokenizer": Letters(), **forbidden}
+        out = generate(DENOISER, prompts, "left-to-right", 5, **ends, **SAMPLED)
+        assert out.num_steps.tolist() == [1, 1, 1]
+        assert (out.tokens == 4).tolist() == [[False, True, True, True, True]] * 3
+
+
 # --- guidance ---------------------------------------------------------------------------------------------------------
 
 
@@ -268,6 +278,17 @@ def test_kept_tokens_stay_in_the_pass_without_the_prompt():
 
 # --- what may not be asked for ----------------------------------------------------------------------------------------
 
+ENDS = {"stop_strings": "x", "eos_token_id": 4}
+
+
+def fails(token_ids):
+    raise KeyError("two\nlines")
+
+
+class Decodes:
+    def __init__(self, decode):
+        self.decode = decode
+
 
 @pytest.mark.parametrize(
     ("message", "options"),
@@ -281,6 +302,12 @@ def test_kept_tokens_stay_in_the_pass_without_the_prompt():
         ("suppress_tokens: 12 is not one of the 11 tokens", {"suppress_tokens": [1, 12]}),
         ("suppress_tokens must be token ids, got 3", {"suppress_tokens": 3}),
         ("suppress_tokens holds every token", {"suppress_tokens": range(V)}),
+        ("before min_length, eos_token_id hold every token", {"eos_token_id": range(V), "min_length": 1}),
+        ("stop_at_eos never stops", {"suppress_tokens": [3, 4], "eos_token_id": [4, 3], "stop_at_eos": True}),
+        ("on_step and on_finished must be functions", {"on_step": 3}),
+        ("on_step and on_finished must be functions", {"on_finished": None}),
+        ("cannot decode what was written (KeyError('two\\nlines'))", {**ENDS, "tokenizer": Decodes(fails)}),
+        ("decode must give a text, got a list", {**ENDS, "tokenizer": Decodes(list)}),
         ("repetition_penalty must be above 0, got 0", {"repetition_penalty": 0}),
         ("cfg_keep_tokens needs guidance", {"cfg_keep_tokens": [1]}),
         ("processors must be a list of functions", {"processors": [3]}),

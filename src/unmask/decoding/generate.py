@@ -82,7 +82,7 @@ def generate(
     allowed: the tokens that a response position may get, True where allowed: [L, V] for all prompts or [B, L, V]; for a
         list of prompts a list of [L, V].  Or a function (sequences [m, L], rows [m], positions [m]) -> bool [m, V] of
         the positions that are read, each counted without padding in the sequence of its row; it is not compiled.
-        What a stop fills up becomes EOS all the same.
+        What a stop fills up becomes EOS all the same (`TokenChoice`).
     batch_size: of more prompts than this, the next one enters as soon as one is finished.
     fixed_shapes: every pass has `batch_size` rows, idle ones included, every projection the same number of positions.
     compile: fixed shapes, torch.compile, and CUDA graphs on a GPU; takes a minute.  To call it again, keep an `Engine`.
@@ -209,6 +209,8 @@ class Engine:
         history: bool = False,
     ) -> Generation:
         """As `unmask.generate`."""
+        functions = callable(on_finished) and (on_step is None or callable(on_step))
+        require(functions, "on_step and on_finished must be functions: give one, or leave them out")
         watched, canvases = on_step is not None or history, None
         for turn in self._turns(prompts, seed, ids, attention_mask, allowed, on_finished, watched):
             if watched:

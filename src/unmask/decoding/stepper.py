@@ -130,7 +130,11 @@ class Stepper:
         first_mask = torch.where(canvas.masked, canvas.place, self.length).amin(-1, keepdim=True)
         beginning = canvas.response & (canvas.place < first_mask)
         for row in rows:
-            text = tokenizer.decode(canvas.tokens[row, beginning[row]].tolist())
+            try:
+                text = tokenizer.decode(canvas.tokens[row, beginning[row]].tolist())
+            except Exception as error:  # whatever a tokenizer of the user's own raises
+                raise UserError(f"stop_strings: the tokenizer cannot decode what was written ({error!r})") from error
+            require(isinstance(text, str), f"stop_strings: the tokenizer's decode must give a text, got {_shape(text)}")
             ended += [row] if any(string in text for string in strings) else []
         slots = torch.tensor(ended, dtype=torch.long, device=canvas.row.device)
         rest = canvas.masked & torch.isin(torch.arange(len(canvas), device=slots.device), slots)[:, None]
@@ -288,8 +292,10 @@ class Stepper:
                     raise UserError(f"{name} {token} is not one of the {V} tokens that the denoiser writes")
         # Where the mask token is one of the head's, it must never be written.
         self.never = torch.tensor([*choice.suppress_tokens, *[mask] * (mask < V)], dtype=torch.long, device=device)
-        if len(set(self.never.tolist())) == V:
-            raise UserError("suppress_tokens holds every token: leave one out")
+        early = choice.eos_ids if choice.min_length else ()
+        if len({*self.never.tolist(), *early}) == V:
+            hold = "suppress_tokens and, before min_length, eos_token_id hold" if early else "suppress_tokens holds"
+            raise UserError(f"{hold} every token: leave one out")
         if choice.min_length:
             self.is_eos = choice.is_eos(torch.arange(V, device=device))  # [V]
         self.score_dtype = torch.promote_types(probe.dtype, torch.float32)

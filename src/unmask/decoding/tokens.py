@@ -37,12 +37,13 @@ class TokenChoice:
     top_k, top_p: sample among the k most probable (0: all), then among the fewest of those that hold p of the mass.
     guidance: w > 0 adds a pass with the prompt masked, and reads  un + (1 + w) (cond - un)  for the logits.
     cfg_keep_tokens: tokens of the prompt that guidance does not mask, such as those of a chat template (dLLM).
-    eos_token_id: the end of sequence, or several; what is filled up is filled with the first.
+    eos_token_id: the end of sequence, or several.  What a stop fills up becomes the first, also where suppress_tokens,
+        min_length or `allowed` forbid it: they say what may be written, and this is padding behind the end.
     min_length: EOS is forbidden at the first `min_length` positions of the response.
     stop_at_eos: a sequence whose remaining masks all lie behind a revealed EOS is finished; they become EOS.
     eos_last: a mask whose proposal is EOS is not offered to the rule while there is another (inside `blocks`, another
         in the block): what LLaDA's `confidence_eos_eot_inf` is for.  Not with rules that re-mask or read nothing.
-    suppress_tokens: never written.
+    suppress_tokens: never written.  Every EOS among them leaves stop_at_eos without an end, and is refused.
     repetition_penalty: r divides a positive logit and multiplies a negative one of every token that stands anywhere
         else in the sequence, prompt included (Hugging Face's definition).
     stop_strings: a sequence is finished when the text of its response up to the first mask holds one of them; the
@@ -103,6 +104,8 @@ class TokenChoice:
         needs_eos = self.min_length or self.stop_at_eos or self.eos_last or strings
         what = "min_length, stop_at_eos, eos_last and stop_strings"
         require(bool(self.eos_ids) or not needs_eos, f"{what} need an EOS token: give eos_token_id")
+        ends = not self.stop_at_eos or bool({*self.eos_ids} - {*self.suppress_tokens})
+        require(ends, "stop_at_eos never stops where suppress_tokens holds every EOS: leave one of them out")
         samples = self.top_p < 1 or self.top_k
         require(self.temperature > 0 or not samples, "top_p and top_k choose among samples: give a temperature above 0")
 
