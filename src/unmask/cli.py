@@ -626,8 +626,8 @@ def policies() -> None:
     """
     from unmask.rule_list import listed_rules
 
-    for usage, rule, summary in listed_rules():
-        say(f"{usage:<33} {rule:<14} {summary}")
+    for usage, rule, words, formula in listed_rules():
+        say(f"{usage:<33} {rule:<14} {words}  {formula}")
     say(
         "\nA rule is written as its name alone (margin), with one value (threshold:0.9), or with several\n"
         "(klass(0.9,0.01,2), eb(0.1,order=margin), blocks(32,stochastic(margin,0.5))).  In Python it is the class\n"

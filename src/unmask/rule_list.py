@@ -8,25 +8,10 @@ from pathlib import Path
 
 _FOLDER = Path(__file__).parent / "decoding" / "policies"
 
-# What a rule does, for people who do not know its name.
-IN_WORDS = {
-    "learned": "the order that was learned",
-    "iid": "random positions",
-    "random": "random positions, the same number at each step",
-    "top-prob": "the positions of which the denoiser is surest",
-    "margin": "the positions where the first choice is furthest ahead of the second",
-    "entropy": "the positions with the least entropy",
-    "left-to-right": "from left to right",
-    "threshold": "all positions of which the denoiser is sure enough",
-    "factor": "as many as are sure enough together",
-    "eb": "as many as a bound on their joint entropy allows",
-    "klass": "the positions that are sure and no longer change",
-    "p2": "masks again what it doubts",
-}
 
-
-def listed_rules() -> list[tuple[str, str, str]]:
-    """Each rule: how it is written (`names.usage`), its class, and the first paragraph of its docstring as a line."""
+def listed_rules() -> list[tuple[str, str, str, str]]:
+    """Each rule: how it is written (`names.usage`), its class, and from its docstring a sentence for people who do not
+    know its name (the first paragraph) and its formula (the second), a line each."""
     modules = re.findall(r"^from \S+\.(\w+) import \*", _source("__init__"), flags=re.MULTILINE)
     nodes = [node for module in modules for node in ast.parse(_source(module)).body if isinstance(node, ast.ClassDef)]
     keys = {
@@ -36,10 +21,16 @@ def listed_rules() -> list[tuple[str, str, str]]:
         if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "key"
     }
     return [
-        (_usage(node, keys), node.name, " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split()))
+        (_usage(node, keys), node.name, words, formula)
         for node in nodes
         if node.name in keys
+        for words, formula in [(ast.get_docstring(node) or "").split("\n\n")[:2]]
     ]
+
+
+def in_words() -> dict[str, str]:
+    """What each rule does, by its key."""
+    return {usage.partition("(")[0]: words for usage, _, words, _ in listed_rules()}
 
 
 def _source(module: str) -> str:

@@ -44,7 +44,7 @@ from unmask.decoding.policies import (
     parse_policy,
 )
 from unmask.decoding.policies.names import usage
-from unmask.rule_list import listed_rules
+from unmask.rule_list import in_words, listed_rules
 
 NETWORK = object()
 FREQUENCIES = torch.tensor([0.75, 0.25])
@@ -376,13 +376,15 @@ def test_any_text_is_a_rule_or_one_line(text):
 
 def test_the_list_is_read_from_the_sources():
     listed = listed_rules()
-    assert [name for _, name, _ in listed] == [rule.__name__ for rule in BUILT_IN.values()]
-    for rule, (shown, _, summary) in zip(BUILT_IN.values(), listed, strict=True):
+    assert [name for _, name, *_ in listed] == [rule.__name__ for rule in BUILT_IN.values()]
+    for rule, (shown, _, words, formula) in zip(BUILT_IN.values(), listed, strict=True):
         assert shown == usage(rule)
-        assert summary == inspect.cleandoc(rule.__doc__).split("\n\n")[0], "one line"
-        assert 20 < len(summary) <= 112
-        assert summary.endswith(".")
-        assert not summary.startswith(f"{rule.__name__}(")  # the one that dataclass writes where there is none
+        assert [words, formula] == inspect.cleandoc(rule.__doc__).split("\n\n")[:2]
+        assert re.fullmatch(r"[A-Z][a-z ,;:]{15,110}\.", words), "one plain sentence, no formula"
+        assert re.fullmatch(r".{20,116}\.", formula), "one line"
+    told = in_words()
+    assert list(told) == list(BUILT_IN)
+    assert len({*told.values()}) == len(told)
 
 
 def test_usage_shows_a_string_that_can_be_read():

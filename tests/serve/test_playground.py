@@ -103,7 +103,7 @@ def test_the_keyboard_is_enough(browser, address):
         page.focus("#second")
         page.keyboard.press("Control+A")
         page.keyboard.type("left-to-right")
-        assert page.inner_text("#second-help") == "left-to-right(count=even): from left to right"
+        assert page.inner_text("#second-help") == "left-to-right(count=even): From left to right."
         page.keyboard.press("Control+Enter")
         finish(page)
         last = tokens(page, 1)

@@ -140,6 +140,8 @@ def test_what_there_is(running):
     assert (texts["has_order"], puzzle["has_order"], puzzle["any_steps"]) == (False, True, False)
     rules = {rule["name"]: rule for rule in client.get("/v1/policies").json()["data"]}
     assert rules["threshold"]["usage"].startswith("threshold(0.9")
+    assert rules["threshold"]["words"] == "All positions of which the denoiser is sure enough."
+    assert all(rule["words"] for rule in rules.values())
     assert rules["learned"]["needs_order"]
     assert not rules["margin"]["needs_order"]
     before = metrics(client)
@@ -169,6 +171,7 @@ def test_what_there_is(running):
 GENERATE = {"model": "pairs", "prompt": "say 1"}
 BAD = {
     "unknown policy": ({**GENERATE, "policy": "margn"}, 422, "did you mean 'margin'?"),
+    "unknown policy inside": ({**GENERATE, "policy": "blocks(2,margn)"}, 422, "did you mean 'margin'?"),
     "code of one's own": ({**GENERATE, "policy": "os.path:join"}, 422, "code of somebody's own"),
     "code inside a rule": ({**GENERATE, "policy": "blocks(2,antigravity:Rule(1))"}, 422, "code of somebody's own"),
     "a very long policy": ({**GENERATE, "policy": "m" * 300}, 422, "longer than any rule"),
@@ -211,6 +214,7 @@ def test_what_cannot_be_answered_is_told_why(running, name):
     answer = client.post(path, content=json.dumps(body), headers=as_json)
     assert answer.status_code == status, answer.text
     assert reason in answer.json()["error"]["message"]
+    assert "module:Class" not in answer.text, "it would be refused"
 
 
 def test_a_block_causal_run_has_its_steps_in_each_block(in_blocks):

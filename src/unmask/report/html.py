@@ -46,7 +46,7 @@ from unmask.report.tables import (
     verdict,
     without_sweep,
 )
-from unmask.rule_list import IN_WORDS
+from unmask.rule_list import in_words
 from unmask.training.run import load_task
 
 PAGE_EXAMPLES = 12  # that are shown as they are written
@@ -371,10 +371,10 @@ def _newcomers_table(records: Sequence[Record]) -> str:
     shown = ["rule", "mean steps", *(["valid", "95% interval"] if checked else [])]
     heads = "".join(f'<th scope="col">{in_html(heading)}</th>' for heading in shown)
     heads += "".join(f'<th scope="col" class="more">{in_html(heading)}</th>' for heading in more)
-    body, told_of = "", set[str]()
+    body, told_of, explained = "", set[str](), in_words()
     for record, row in zip(records, rows, strict=True):
         outcome = record.outcome
-        words = "" if record.spec.policy in told_of else IN_WORDS.get(re.split(r"[:(]", record.spec.policy)[0], "")
+        words = "" if record.spec.policy in told_of else explained.get(re.split(r"[:(]", record.spec.policy)[0], "")
         told_of.add(record.spec.policy)
         name = in_html(row_name(record, records)) + (f"<small>{words}</small>" if words else "")
         score = f"{100 * outcome.score:.1f}"

@@ -13,6 +13,7 @@ import torch
 
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import RULES, NetworkPolicy, Policy, as_text, network_of, own_rules, parse_policy
+from unmask.decoding.policies.names import YOUR_OWN
 from unmask.decoding.policies.structured import own_blocks, trained_steps
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import visible
@@ -21,7 +22,7 @@ from unmask.evaluation.evaluate import response_sizes
 from unmask.evaluation.plan import open_run
 from unmask.evaluation.text_run import cut
 from unmask.report.trace import spans
-from unmask.rule_list import IN_WORDS, listed_rules
+from unmask.rule_list import listed_rules
 from unmask.serve.worker import Job, State
 from unmask.tasks.task import Examples, Task, check_example, check_no_mask
 
@@ -177,7 +178,10 @@ class Served:
         text = text or ("learned" if self.selector is not None else plain)
         require(len(text) <= 200, "policy is longer than any rule: give one that `GET /v1/policies` lists")
         require(not own_rules(text), f"policy {text!r} names code of somebody's own, which is not run for requests")
-        return parse_policy(text, self.selector, partial(self.task.token_frequencies, self.device))
+        try:
+            return parse_policy(text, self.selector, partial(self.task.token_frequencies, self.device))
+        except UserError as error:
+            raise UserError(str(error).removesuffix(YOUR_OWN)) from None
 
     def denoiser(self, rule: Policy) -> Any:
         """Of a run that trained both together, the heuristics have the plain one."""
@@ -353,9 +357,9 @@ def policies() -> list[dict[str, Any]]:
         {
             "name": usage.partition("(")[0],
             "usage": usage,
-            "summary": summary,
-            "words": IN_WORDS.get(usage.partition("(")[0], ""),
+            "summary": formula,
+            "words": words,
             "needs_order": issubclass(RULES[usage.partition("(")[0]], NetworkPolicy),
         }
-        for usage, _, summary in listed_rules()
+        for usage, _, words, formula in listed_rules()
     ]

@@ -37,7 +37,9 @@ def prefix(order: Tensor, fits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Threshold(ByConfidence):
-    """All masks with c_n >= threshold; if there is none, the one with the largest c_n (Fast-dLLM).
+    """All positions of which the denoiser is sure enough.
+
+    All masks with c_n >= threshold; if there is none, the one with the largest c_n (Fast-dLLM).
 
     `paced`: at least the ceil(|M| / (S - i)) with the largest c_n, so that the last step is not left with the rest.
     """
@@ -63,7 +65,9 @@ class Threshold(ByConfidence):
 
 @dataclass(frozen=True)
 class Factor(ByConfidence):
-    """c sorted from the largest: the longest prefix whose r-th (r >= 2) has c >= 1 - f / (r + 1) (Fast-dLLM).
+    """As many as are sure enough together: the more at once, the surer each must be.
+
+    c sorted from the largest: the longest prefix whose r-th (r >= 2) has c >= 1 - f / (r + 1) (Fast-dLLM).
 
     The first is always revealed.  c falls and the bar rises with r, so the prefix ends where the bar is first missed.
     """
@@ -88,7 +92,9 @@ class Factor(ByConfidence):
 
 @dataclass(frozen=True)
 class EntropyBounded(Policy):
-    """In the order of c (or of margin, or of entropy): the longest prefix with (sum of H) - (max of H) <= gamma.
+    """As many of the surest positions as a limit on their uncertainty together allows.
+
+    In the order of c (or of margin, or of entropy): the longest prefix with (sum of H) - (max of H) <= gamma.
 
     At least one (Ben-Hamu et al. 2025).  The difference bounds what writing the prefix in parallel can lose, and it
     never falls as the prefix grows.
@@ -119,7 +125,9 @@ class EntropyBounded(Policy):
 
 @dataclass(frozen=True)
 class KLStable(ByConfidence):
-    """All masks with c_n > tau and KL(p_n now || p_n at the pass before) < eps at each of the last h passes (KLASS).
+    """The positions that are sure and no longer change.
+
+    All masks with c_n > tau and KL(p_n now || p_n at the pass before) < eps at each of the last h passes (KLASS).
 
     No position is stable before pass h + 1.  If there is none: top probability with k_i.
     Inside `blocks` all masks of the response are compared at every pass: a new block starts with its history.
@@ -157,7 +165,9 @@ class KLStable(ByConfidence):
 
 @dataclass(frozen=True)
 class Credit(ByConfidence):
-    """`threshold` on fused logits: + alpha log(1 + C_n), C_n the decayed votes of the passes (CreditDecoding).
+    """All positions of which the denoiser is sure enough, what it preferred at earlier steps included.
+
+    `threshold` on fused logits: + alpha log(1 + C_n), C_n the decayed votes of the passes (CreditDecoding).
 
     At every pass, for every mask of the response:  C_n <- beta C_n,  C_n(v) += p_n(v)^gamma at v = arg max p_n.
     It keeps C_n: N x V floats a sequence.
@@ -193,7 +203,9 @@ class Credit(ByConfidence):
 
 @dataclass(frozen=True)
 class Prophet(Policy):
-    """Everything once g >= 7.5, 5 or 2.5 at progress (i+1)/S < 1/3, < 2/3 or later; until then the order with k_i.
+    """A few positions at each step, and all that is left once the answer is clear.
+
+    Everything once g >= 7.5, 5 or 2.5 at progress (i+1)/S < 1/3, < 2/3 or later; until then the order with k_i.
 
     g = mean of (first - second logit) over the answer: the `size` response positions from place `start` on (size 0: all
     from there on), revealed or not (Li et al. 2025).  One that may hold a single token only (`allowed`) does not count.

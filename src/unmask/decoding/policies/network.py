@@ -16,7 +16,9 @@ from unmask.variational.selection import Bernoulli, NonEmpty, OneByOne
 
 @dataclass(frozen=True)
 class Learned(NetworkPolicy):
-    """r ~ P_psi(r_t | x_{t+1}) with t = S - 1 - i, where S is the budget that the selector was trained for (ours).
+    """The order that was learned.
+
+    r ~ P_psi(r_t | x_{t+1}) with t = S - 1 - i, where S is the budget that the selector was trained for (ours).
 
     A selector that was trained with prices takes any S, and the price of a step in nats (or in reward): the higher, the
     fewer the steps.
@@ -69,7 +71,10 @@ class Learned(NetworkPolicy):
 
 @dataclass(frozen=True)
 class OneAtATime(NetworkPolicy):
-    """One mask per step, from softmax(order logits over M) (LO-ARM, Wang et al. 2025)."""
+    """The order that was learned, one position at a time.
+
+    One mask per step, from softmax(order logits over M) (LO-ARM, Wang et al. 2025).
+    """
 
     key = "lo-arm"
     network: SelectorNetwork = field(repr=False)
@@ -83,7 +88,10 @@ class OneAtATime(NetworkPolicy):
 
 @dataclass(frozen=True)
 class RewardTrained(NetworkPolicy):
-    """r_n ~ Bern(sigmoid(b_n / temperature)); none: the most probable, counted (Jazbec et al. 2025)."""
+    """The order that was learned by reward, each position drawn on its own.
+
+    r_n ~ Bern(sigmoid(b_n / temperature)); none: the most probable, counted (Jazbec et al. 2025).
+    """
 
     key = "reward"
     network: SelectorNetwork = field(repr=False)

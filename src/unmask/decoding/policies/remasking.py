@@ -17,7 +17,9 @@ from unmask.errors import require
 
 @dataclass(frozen=True)
 class RDM(Policy):
-    """Proposals everywhere; L = the floor(N r_i) response positions with the lowest p_n(x_n) (Zheng et al. 2023).
+    """At each step the positions of which the denoiser is surest; it masks the others again.
+
+    Proposals everywhere; L = the floor(N r_i) response positions with the lowest p_n(x_n) (Zheng et al. 2023).
 
     r_i = cos(pi/2 (i+1)/S), or 1 - (i+1)/S with `linear`.  Masked outside L: revealed.  Revealed in L: masked again;
     with `cond` only if its proposal is the token that stands there and p_n(x_n) has fallen since it was revealed.
@@ -48,7 +50,9 @@ class RDM(Policy):
 
 @dataclass(frozen=True)
 class P2(Policy):
-    """Score p_n(token) where revealed, p_n(x_n) where masked; the (N (S-1-i)) div S lowest are (or stay) masked.
+    """The positions of which the denoiser is surest; it masks again what it doubts.
+
+    Score p_n(token) where revealed, p_n(x_n) where masked; the (N (S-1-i)) div S lowest are (or stay) masked.
 
     The other masks are revealed (path planning with the denoiser as its own planner, Peng et al. 2025).
     """
@@ -90,7 +94,10 @@ class _ReMDM(Policy):
 
 @dataclass(frozen=True)
 class ReMDMCap(_ReMDM):
-    """ReMDM (Wang et al. 2025) with sigma = min(eta, sigma_max): every revealed token is doubted alike."""
+    """Random positions; it masks tokens again at random, all with the same small probability.
+
+    ReMDM (Wang et al. 2025) with sigma = min(eta, sigma_max): every revealed token is doubted alike.
+    """
 
     key = "remdm-cap"
     eta: float = 0.008
@@ -104,7 +111,10 @@ class ReMDMCap(_ReMDM):
 
 @dataclass(frozen=True)
 class ReMDMRescale(_ReMDM):
-    """ReMDM (Wang et al. 2025) with sigma = eta sigma_max."""
+    """Random positions; it masks tokens again at random, each less likely towards the end.
+
+    ReMDM (Wang et al. 2025) with sigma = eta sigma_max.
+    """
 
     key = "remdm-rescale"
     eta: float = 0.015
@@ -118,7 +128,10 @@ class ReMDMRescale(_ReMDM):
 
 @dataclass(frozen=True)
 class ReMDMConf(_ReMDM):
-    """ReMDM (Wang et al. 2025), sigma_n = sigma_max softmax over the revealed of (-p_n at reveal), 0 at the masked."""
+    """Random positions; it masks tokens again at random, most of all those that were unsure when revealed.
+
+    ReMDM (Wang et al. 2025), sigma_n = sigma_max softmax over the revealed of (-p_n at reveal), 0 at the masked.
+    """
 
     key = "remdm-conf"
     reads = frozenset({"log_proposal"})  # remembered as log_reveal
@@ -132,7 +145,9 @@ class ReMDMConf(_ReMDM):
 
 @dataclass(frozen=True)
 class JointThreshold(Policy):
-    """All masks with c_n > tau, else the best; a revealed token becomes x_n where that differs and p_n(x_n) > tau_e.
+    """All positions of which the denoiser is sure enough; it replaces a token where it is sure of another.
+
+    All masks with c_n > tau, else the best; a revealed token becomes x_n where that differs and p_n(x_n) > tau_e.
 
     After the last mask it goes on until a pass changes nothing, or for 16 passes (LLaDA2.1).
     """
@@ -166,7 +181,9 @@ class JointThreshold(Policy):
 
 @dataclass(frozen=True)
 class Saber(Policy):
-    """Masks with p_n(x_n) above the mean of p(x) at the reveals so far, at least the n best; then some are doubted.
+    """The positions that are surer than earlier ones were; it masks again those that have become less sure.
+
+    Masks with p_n(x_n) above the mean of p(x) at the reveals so far, at least the n best; then some are doubted.
 
     Of what is revealed now or before, the max(n div 2, ceil(r / mu)) positions, at most r - 1, whose p(x) has fallen
     most since the pass before are masked again, r being the number of reveals (Saber; p(x) is that of the proposal,
@@ -209,7 +226,9 @@ class Saber(Policy):
 
 @dataclass(frozen=True)
 class WINO(ByConfidence):
-    """Masks with c_n > tau, at most 0.7 |M| in 5..20, else the best; tokens with p_n < tau_back are masked again.
+    """Many positions at once; it masks again the tokens that the rest of the text speaks against.
+
+    Masks with c_n > tau, at most 0.7 |M| in 5..20, else the best; tokens with p_n < tau_back are masked again.
 
     p_n of a token is what its shadow says, a mask in its place that sees all but the token (`decoding.shadows`): one
     longer pass.  Masked again are the lowest, at most one fewer than the step before revealed (30 at the first), and

@@ -21,7 +21,10 @@ ConfidenceKind = Literal["max", "sampled"]  # c_n = max_v p_n(v), or p_n(x_n) of
 
 @dataclass(frozen=True)
 class IID(Policy):
-    """Each mask independently with probability 1 / (S - i): ancestral sampling, linear schedule (MDLM, MD4, SMDM)."""
+    """Random positions, a random number of them at each step.
+
+    Each mask independently with probability 1 / (S - i): ancestral sampling, linear schedule (MDLM, MD4, SMDM).
+    """
 
     key = "iid"
 
@@ -69,7 +72,10 @@ class Ranked(Policy):
 
 @dataclass(frozen=True)
 class TopProbability(ByConfidence, Ranked):
-    """The k_i largest c_n = max_v p_n(v) (MaskGIT; LLaDA's `low_confidence`)."""
+    """The positions of which the denoiser is surest.
+
+    The k_i largest c_n = max_v p_n(v) (MaskGIT; LLaDA's `low_confidence`).
+    """
 
     key = "top-prob"
     _: KW_ONLY
@@ -89,7 +95,10 @@ class TopProbability(ByConfidence, Ranked):
 
 @dataclass(frozen=True)
 class Margin(Ranked):
-    """The k_i largest p_n(1st) - p_n(2nd) (Kim et al. 2025)."""
+    """The positions where the first choice is furthest ahead of the second.
+
+    The k_i largest p_n(1st) - p_n(2nd) (Kim et al. 2025).
+    """
 
     key = "margin"
     reads = frozenset({"margin"})
@@ -102,7 +111,10 @@ class Margin(Ranked):
 
 @dataclass(frozen=True)
 class Entropy(Ranked):
-    """The k_i smallest entropies H_n (Dream's `entropy`; beware: two public codes rank by +H)."""
+    """The positions where the denoiser wavers least between all tokens.
+
+    The k_i smallest entropies H_n (Dream's `entropy`; beware: two public codes rank by +H).
+    """
 
     key = "entropy"
     reads = frozenset({"entropy"})
@@ -115,7 +127,10 @@ class Entropy(Ranked):
 
 @dataclass(frozen=True)
 class LeftToRight(Ranked):
-    """The k_i leftmost masks: the autoregressive limit."""
+    """From left to right.
+
+    The k_i leftmost masks: the autoregressive limit.
+    """
 
     key = "left-to-right"
     _: KW_ONLY
@@ -127,7 +142,9 @@ class LeftToRight(Ranked):
 
 @dataclass(frozen=True)
 class PCSampler(Ranked):
-    """The k_i largest exp(-decay j) min(clip, -p_n(x_n) log(f(x_n) + 1e-9)): frequent tokens wait (PC-sampler).
+    """The positions of which the denoiser is sure, early ones first and those of frequent tokens last.
+
+    The k_i largest exp(-decay j) min(clip, -p_n(x_n) log(f(x_n) + 1e-9)): frequent tokens wait (PC-sampler).
 
     j: the place in the response, inside `blocks` in the block.
     f [V]: the share of each token in a background text.  On the command line that is the task's training examples.
@@ -164,7 +181,9 @@ class PCSampler(Ranked):
 
 @dataclass(frozen=True)
 class Stochastic(Policy):
-    """k_i masks drawn without replacement with weights softmax(score / temperature) (Dream's `alg_temp`).
+    """Random positions, the likelier the higher another rule ranks them.
+
+    k_i masks drawn without replacement with weights softmax(score / temperature) (Dream's `alg_temp`).
 
     k_i is that of the order: `stochastic(entropy(count=floor),0.1)`.
     By Gumbel-top-k: the k largest of  score_n / temperature - log(-log u_n)  are such a draw.
@@ -193,7 +212,10 @@ class Stochastic(Policy):
 
 @dataclass(frozen=True)
 class Random(Policy):
-    """k_i masks, uniformly (LLaDA's `random`)."""
+    """Random positions, the same number at each step.
+
+    k_i masks, uniformly (LLaDA's `random`).
+    """
 
     key = "random"
     _: KW_ONLY

@@ -14,7 +14,9 @@ from unmask.errors import UserError, require
 
 @dataclass(frozen=True)
 class Dilated(Policy):
-    """Round r = i + 1: the masks j with j mod stride = 0, stride = max(1, floor(N / 2^r)) (DUS).
+    """Positions far apart first, then those between them.
+
+    Round r = i + 1: the masks j with j mod stride = 0, stride = max(1, floor(N / 2^r)) (DUS).
 
     j counts the response from 0; over after ceil(log2 N) rounds at most (N = 1: one).  Inside `blocks`, N is the block.
     """
@@ -29,7 +31,9 @@ class Dilated(Policy):
 
 @dataclass(frozen=True)
 class Blocks(Policy):
-    """A rule inside ceil(N / size) blocks of the response, left to right (LLaDA's semi-autoregressive decoding).
+    """Another rule inside blocks of the response, one block after the other from left to right.
+
+    ceil(N / size) blocks, whose masks are all revealed before the next begins (LLaDA's semi-autoregressive decoding).
 
     b blocks get S div b steps each, one more for the first S mod b; the rule sees the block as its whole response, with
     its own i, S and N; its memory covers the whole response.  A block that finishes early starts the next at once.

@@ -223,7 +223,7 @@ async function write() {
 function explain() {
   for (const id of ["first", "second"]) {
     const rule = rules.find((one) => one.name === keyOf(at(id).value));
-    at(`${id}-help`).textContent = rule ? `${rule.usage}: ${rule.words || rule.summary}` : "";
+    at(`${id}-help`).textContent = rule ? `${rule.usage}: ${rule.words}` : "";
   }
   const learned = [at("first"), at("second")].some((input) => input.value.trim() === "learned");
   at("priced").hidden = !(model()?.prices.length && learned);
