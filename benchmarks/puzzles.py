@@ -45,7 +45,8 @@ PUZZLES = [name for name in PUZZLES if load_recipe(name).order is not None]  # t
 DEMO_SEEDS, PUZZLE_SEEDS, VARIANT_SEEDS = [*range(100, 110), *range(10, 20)], range(10, 12), range(10, 11)
 # The selector as its own posterior: name -> seeds.
 SELF_SEEDS = {f"{name}-self": range(100, 110 if name in (DEMO, "latin-square") else 103) for name in PUZZLES}
-SELF_SEEDS["permutation-self"] = range(103, 106)  # its recipe was changed after 100 to 102 had been seen
+for name in ("addition-self", "permutation-self"):  # their recipes were changed after 100 to 102 had been seen
+    SELF_SEEDS[name] = range(103, 106)
 # Settings that the recipes do not use, kept for comparison: name -> recipe and overrides.
 VARIANTS = {
     "addition, the sum asked for": ("addition", ["task.ask=sum"]),
