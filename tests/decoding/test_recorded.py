@@ -33,6 +33,12 @@ def test_only_a_denoiser_that_says_so_is_recorded():
     listening.remove()
     assert recordable(denoiser)
 
+    class Quantised(torch.nn.Parameter):
+        """Computes by kernels of its own, and has no address."""
+
+    denoiser.head.weight = Quantised(denoiser.head.weight.data)
+    assert not recordable(denoiser)
+
 
 class Doubles(torch.nn.Module):
     """Hidden states [b, L, 1] that are w x the tokens."""
