@@ -28,9 +28,11 @@ def test_only_a_denoiser_that_says_so_is_recorded():
     assert recordable(denoiser)
     assert not recordable(Derived(BackboneConfig(32, 2, 2, 64), 50))
     assert not recordable(object())
-    listening = denoiser.backbone.blocks[1].register_forward_hook(lambda *given: None)
-    assert not recordable(denoiser)  # replayed, it would tell its listeners nothing
-    listening.remove()
+    everywhere = torch.nn.modules.module.register_module_forward_hook
+    for listen in (denoiser.backbone.blocks[1].register_forward_hook, everywhere):
+        listening = listen(lambda *given: None)
+        assert not recordable(denoiser)  # replayed, it would tell its listeners nothing
+        listening.remove()
     assert recordable(denoiser)
 
     class Quantised(torch.nn.Parameter):

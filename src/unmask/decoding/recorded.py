@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 Trunk = Callable[[Tensor, Tensor | None], Tensor]  # hidden states [b, L, D] of tokens [b, L] and an attention mask
 FEW = 2048  # tokens of a pass that keeps the host busier than the device
@@ -22,7 +23,8 @@ def recordable(denoiser: Any) -> bool:
         return False
     if any(type(weight) is not nn.Parameter for weight in denoiser.parameters()):
         return False
-    return not any(module._forward_hooks or module._forward_pre_hooks for module in denoiser.modules())
+    heard = any(module._forward_hooks or module._forward_pre_hooks for module in denoiser.modules())
+    return not (heard or _has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 class Recorded:
