@@ -37,3 +37,10 @@ def test_the_measurement_changes_nothing():
     assert precision_on("cpu", "bf16") in ("bf16", "no")
     assert (torch.get_num_threads(), torch.backends.mkldnn.enabled) == before
     assert matrix_speed(size=64) > 0
+
+
+def test_memory_that_torch_keeps_on_a_gpu_is_available(monkeypatch):
+    """Freed tensors stay with torch: 10 are free, and 3 of the 7 that it holds are in use."""
+    for name, found in (("mem_get_info", (10, 24)), ("memory_reserved", 7), ("memory_allocated", 3)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    assert machine.available_memory(torch.device("cuda")) == 14

@@ -95,10 +95,11 @@ def matrix_speed(dtype: torch.dtype = torch.float32, size: int = 768) -> float:
 def available_memory(device: torch.device | None = None) -> int:
     """Bytes that a process may still take: what the kernel calls available, where it says so, else all there are.
 
-    device: a GPU, whose own memory is meant.
+    device: a GPU, whose own memory is meant, with what torch keeps of it for tensors to come.
     """
     if device is not None and device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
     with suppress(OSError):
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
         if kilobytes := re.search(r"^MemAvailable:\s+(\d+) kB$", text, flags=re.MULTILINE):

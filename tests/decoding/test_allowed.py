@@ -142,6 +142,6 @@ def test_what_leaves_no_token_is_refused_in_one_line(message, allowed, options):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         generate(DENOISER, prompts, "margin", 2, allowed=allowed, **options)
     assert "\n" not in str(caught.value)
-    for masks in ([FOURTH, FOURTH], [FOURTH, FOURTH[:2, :5]]):
+    for masks in ([FOURTH, FOURTH], [FOURTH, FOURTH[:2, :5]], [True, True]):
         with pytest.raises(ValueError, match=re.escape("give each prompt a mask [L, V]")):
             generate(DENOISER, [prompts[0], prompts[1, :2]], "margin", 2, allowed=masks)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -25,23 +28,103 @@ def test_only_a_denoiser_that_says_so_is_recorded():
     assert recordable(denoiser)
     assert not recordable(Derived(BackboneConfig(32, 2, 2, 64), 50))
     assert not recordable(object())
-    listening = denoiser.backbone.blocks[1].register_forward_hook(lambda *given: None)
-    assert not recordable(denoiser)  # replayed, it would tell its listeners nothing
-    listening.remove()
+    everywhere = torch.nn.modules.module.register_module_forward_hook
+    for listen in (denoiser.backbone.blocks[1].register_forward_hook, everywhere):
+        listening = listen(lambda *given: None)
+        assert not recordable(denoiser)  # replayed, it would tell its listeners nothing
+        listening.remove()
     assert recordable(denoiser)
+
+    class Quantised(torch.nn.Parameter):
+        """Computes by kernels of its own, and has no address."""
+
+    denoiser.head.weight = Quantised(denoiser.head.weight.data)
+    assert not recordable(denoiser)
+
+
+class Doubles(torch.nn.Module):
+    """Hidden states [b, L, 1] that are w x the tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.passes = torch.nn.Parameter(torch.tensor(2.0)), 0
+
+    def hidden(self, tokens, attention_mask):
+        self.passes += 1
+        return self.w.detach() * tokens[..., None]
 
 
 def test_on_the_cpu_every_pass_is_made():
-    passes = []
-
-    def hidden(tokens, attention_mask):
-        passes.append(tokens)
-        return tokens[..., None].double()
-
-    trunk, tokens = Recorded(hidden), torch.arange(6).view(2, 3)
+    denoiser, tokens = Doubles(), torch.arange(6).view(2, 3)
+    trunk = Recorded(denoiser)
     for _ in range(5):
-        assert (trunk(tokens, None) == tokens[..., None]).all()
-    assert len(passes) == 5
+        assert (trunk(tokens, None) == 2 * tokens[..., None]).all()
+    assert denoiser.passes == 5
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """Tensors that say that they are on a GPU, and graphs whose replay writes what the address of the weight holds."""
+    events = []
+
+    class Graph:
+        def capture_begin(self, capture_error_mode):
+            events.append("begin")
+
+        def capture_end(self):
+            events.append("end")
+
+        def replay(self):
+            events.append("replay")
+
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+
+    @contextmanager
+    def device_of(tokens):
+        events.append("its device")
+        yield
+        events.append("the device before")
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda side: nullcontext())
+    return events, torch.arange(6).view(2, 3).as_subclass(OnGPU)
+
+
+RECORDING = ["its device", "begin", "end", "the device before"]
+
+
+def test_a_graph_is_recorded_on_the_device_of_the_tokens_and_again_when_a_weight_moves(fake_gpu):
+    events, tokens = fake_gpu
+    denoiser = Doubles()
+    trunk = Recorded(denoiser)
+    for _ in range(4):
+        trunk(tokens, None)
+    assert events == [*RECORDING, "replay", "replay"]
+    denoiser.w.data.fill_(3.0)  # where it is: a replay reads it there
+    trunk(tokens, None)
+    assert denoiser.passes == 3
+    denoiser.w.data = torch.tensor(4.0)  # as `to` and `half` do: a replay would read what is freed
+    assert [int(trunk(tokens, None)[1, 2, 0]) for _ in range(2)] == [20, 20]
+    trunk(tokens, None)
+    assert events[-5:] == [*RECORDING, "replay"]
+
+
+def test_what_fails_while_it_is_recorded_is_not_replayed(fake_gpu):
+    events, tokens = fake_gpu
+    denoiser = Doubles()
+    trunk = Recorded(denoiser)
+    for _ in range(2):
+        trunk(tokens, None)
+    denoiser.w = None  # as out of memory
+    for _ in range(2):
+        with pytest.raises(AttributeError):
+            trunk(tokens, None)
+    assert events == 2 * ["its device", "begin", "end"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

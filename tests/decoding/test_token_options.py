@@ -329,6 +329,11 @@ def test_what_cannot_be_meant_is_refused_in_one_line(message, options):
     assert "\n" not in str(caught.value)
 
 
+def test_what_is_given_as_an_iterator_outlasts_its_check():
+    choice = TokenChoice(suppress_tokens=iter([3]), processors=iter([max]), guidance=1.0, cfg_keep_tokens=iter([5]))
+    assert (choice.suppress_tokens, choice.processors, choice.cfg_keep_tokens) == ((3,), (max,), (5,))
+
+
 def test_eos_last_needs_a_rule_that_it_can_hold_back_from():
     choice = TokenChoice(eos_token_id=4, eos_last=True)
     for name, why in (("iid", "decides before the denoiser's pass"), ("p2", "masks again what was revealed")):

@@ -225,6 +225,9 @@ def test_a_config_may_say_the_mask_token(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"mask_token_id": MASK}))
     assert unmask.load_denoiser(folder).mask_token_id == MASK
+    (folder / "config.json").write_text(json.dumps(config | {"mask_token_id": 0}))  # as XLM's always does
+    tokenizer().save_pretrained(folder)
+    assert unmask.load_denoiser(folder).mask_token_id == MASK
 
 
 def test_a_model_larger_than_the_memory(folder, monkeypatch):

@@ -236,12 +236,17 @@ def test_the_recipe_from_a_folder_and_a_file_to_text(here, call):  # noqa: F811
     assert records[0].spec.model == "my-model"
 
 
-def test_a_chat_template_beside_the_denoiser_is_used(here, call):  # noqa: F811
+def test_a_chat_template_beside_the_denoiser_is_used(here, call, monkeypatch):  # noqa: F811
     chat = tokenizer()
     chat.chat_template = "{% for m in messages %}g {{ m.content }} f{% endfor %}"
     chat.save_pretrained("my-model")
     train("task.chat=true")
     assert "g a b f" in call("sample", "run", "--prompt", "a b", "--cpu")[1]
+    (here / "away").mkdir()
+    monkeypatch.chdir("away")
+    assert "g a b f" in call("sample", "../run", "--prompt", "a b", "--cpu")[1]
+    shutil.move("../my-model", "moved")
+    assert "g a b f" in call("sample", "../run", "--prompt", "a b", "--cpu", "--denoiser", "moved")[1]
 
 
 def test_the_run_holds_the_order_alone(here):

@@ -119,9 +119,9 @@ def checked_allowed(allowed: Any, whole: Canvas, choice: TokenChoice, mask_token
         return cast(Allowed, allowed)
     if isinstance(allowed, Sequence):
         masks = [torch.as_tensor(mask) for mask in allowed]
-        lengths, own = [len(mask) for mask in masks], whole.position.amax(-1) + 1
+        own = (whole.position.amax(-1) + 1).tolist()
         fit = all(mask.ndim == 2 and mask.shape[1] == masks[0].shape[1] for mask in masks)
-        require(fit and lengths == own.tolist(), "give each prompt a mask [L, V]")
+        require(fit and [len(mask) for mask in masks] == own, "give each prompt a mask [L, V]")
         allowed = pad_sequence(masks, True, 0, "left")
     allowed = torch.as_tensor(allowed)
     B, L = whole.tokens.shape

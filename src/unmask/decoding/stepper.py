@@ -72,7 +72,7 @@ class Stepper:
         self.status_names: tuple[str, ...] = ()
         self.peaks: tuple[Tensor, Tensor] | None = None  # places and largest logits [m], where no more was read
         self.turn, self.drawn_at, self.drawn = 0, 0, torch.empty(0, 0)  # uniforms [b, turns, L + 1] from a turn on
-        self.trunk: Trunk = denoiser.hidden if static or not recordable(denoiser) else Recorded(denoiser.hidden)
+        self.trunk: Trunk = denoiser.hidden if static or not recordable(denoiser) else Recorded(denoiser)
         self.locate, self.read, self.settle = self._locate, self._read_into, self._settle
         self.shadow_trunk: Any = getattr(denoiser, "hidden_with", None)
         if compile:
@@ -96,7 +96,8 @@ class Stepper:
             chunks = -(-to_read // self.chunk)
             self.forwards += self.passes * self.batch
             if self.compile and canvas.tokens.is_cuda:
-                self._replay(canvas, chunks)
+                with torch.cuda.device_of(canvas.tokens):  # type: ignore[no-untyped-call]  # whose streams are recorded
+                    self._replay(canvas, chunks)
             else:
                 self._static_step(canvas, chunks)
         status = dict(zip(self.status_names, self.status.tolist(), strict=True))  # the device is waited for here

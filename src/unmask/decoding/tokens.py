@@ -82,9 +82,12 @@ class TokenChoice:
             type(eos) is int or eos is None or (isinstance(eos, Sequence) and all(type(each) is int for each in eos))
         )
         require(whole, f"eos_token_id must be a whole number or several, got {eos!r}")
+        for name in ("suppress_tokens", "cfg_keep_tokens", "processors"):  # an iterator would be empty when it is used
+            if isinstance(given := getattr(self, name), Iterable):
+                object.__setattr__(self, name, tuple(given))
         for name in ("suppress_tokens", "cfg_keep_tokens"):
             given = getattr(self, name)
-            whole = isinstance(given, Iterable) and all(type(token) is int and token >= 0 for token in given)
+            whole = isinstance(given, tuple) and all(type(token) is int and token >= 0 for token in given)
             require(whole, f"{name} must be token ids, got {given!r}")
         penalty = self.repetition_penalty
         sound = isinstance(penalty, Real) and 0 < penalty < float("inf")
@@ -95,7 +98,7 @@ class TokenChoice:
         object.__setattr__(self, "stop_strings", tuple(strings))
         needs = "stop_strings need a tokenizer, anything with decode(token_ids): give tokenizer"
         require(not strings or hasattr(self.tokenizer, "decode"), needs)
-        functions = isinstance(self.processors, Iterable) and all(callable(each) for each in self.processors)
+        functions = isinstance(self.processors, tuple) and all(callable(each) for each in self.processors)
         require(functions, "processors must be a list of functions (input_ids, scores)")
         require(not self.cfg_keep_tokens or self.guidance > 0, "cfg_keep_tokens needs guidance: give it above 0")
         require(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, got {self.top_p}")

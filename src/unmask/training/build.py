@@ -26,13 +26,13 @@ from unmask.tasks import make_task
 from unmask.tasks.task import Task
 
 
-def task_of(recipe: Recipe, folder: Path) -> Task:
+def task_of(recipe: Recipe, folder: Path, denoiser: str | Path = "") -> Task:
     """The task of a recipe.  On a denoiser of the user's it has, if no other is named, the tokenizer in `folder`.
 
-    A chat template lies beside the denoiser's own tokenizer: a run has none.
+    A chat template lies beside the denoiser's own tokenizer, in the folder `denoiser` if it was moved: a run has none.
     """
     options = dict(recipe.task)
-    folder = Path(recipe.model.denoiser).expanduser() if options.get("chat") else folder
+    folder = Path(denoiser or recipe.model.denoiser).expanduser() if options.get("chat") else folder
     if recipe.model.denoiser and options.get("tokenizer") == "" and (folder / "tokenizer.json").is_file():
         options["tokenizer"] = str(folder / "tokenizer.json")
     return make_task(**options)

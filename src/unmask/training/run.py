@@ -389,8 +389,11 @@ def _continued_elsewhere(recipe: Recipe, start: OrderModel) -> OrderModel | None
     return model
 
 
-def load_task(folder: Path, trust_task: bool = False) -> tuple[Recipe, Task]:
-    """The recipe of a run and the task that it names; where it names code of the user's own, only if `trust_task`."""
+def load_task(folder: Path, trust_task: bool = False, denoiser: str | Path = "") -> tuple[Recipe, Task]:
+    """The recipe of a run and the task that it names; where it names code of the user's own, only if `trust_task`.
+
+    denoiser: see `task_of`.
+    """
     recipe = read_recipe(folder)
     if recipe.own_code and not trust_task:
         name = recipe.own_code[0]
@@ -398,7 +401,7 @@ def load_task(folder: Path, trust_task: bool = False) -> tuple[Recipe, Task]:
             f"the recipe of {folder} names {name!r}, which would import {source_of(name)} and run its code: "
             "add --trust-task if you trust it"
         )
-    return recipe, task_of(recipe, folder)
+    return recipe, task_of(recipe, folder, denoiser)
 
 
 def load_run(
@@ -416,7 +419,8 @@ def load_run(
     if denoiser is None and (folder / "recipe.json").is_file() and read_recipe(folder).model.denoiser == EXACT:
         denoiser = ExactDenoiser(load_task(folder, trust_task)[1])
     model = OrderModel.from_pretrained(folder, denoiser, any_denoiser)
-    recipe, task = load_task(folder, trust_task)
+    lies = denoiser if isinstance(denoiser, str | Path) else getattr(model.config.denoiser, "folder", "")
+    recipe, task = load_task(folder, trust_task, lies)
     check_vocabulary(model, task, str(folder))
     if not recipe.is_joint:
         return model, model, recipe, task

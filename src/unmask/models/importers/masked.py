@@ -93,7 +93,6 @@ def load_denoiser(
             )
         else:
             kind = values["model_type"]
-            mask_token_id = values.get("mask_token_id") if mask_token_id is None else mask_token_id
             if kind in LLAMA_SHAPED and not bidirectional:
                 raise UserError(
                     f"{folder} is a causal model ({kind}), in which no position sees the later ones: give "
@@ -103,7 +102,11 @@ def load_denoiser(
             if tokenizer is None and any((folder / name).is_file() for name in _TOKENIZERS):
                 # Without a file it would make one up.  Dream's own class is Qwen2's.
                 tokenizer = read_by_transformers(place, "Qwen2Tokenizer" if kind == "Dream" else "AutoTokenizer")
-            if kind in ("llada", "Dream", *LLAMA_SHAPED):
+            ours = kind in ("llada", "Dream", *LLAMA_SHAPED)
+            # Else the tokenizer knows better: XLM's config has 0, whatever its mask token.
+            if mask_token_id is None and (ours or getattr(tokenizer, "mask_token_id", None) is None):
+                mask_token_id = values.get("mask_token_id")
+            if ours:
                 return load_checkpoint(place, values, _mask_id(mask_token_id, tokenizer), tokenizer, shift=shift)
             source = _read_masked(place)
     if isinstance(source, OrderModel) and isinstance(source.denoiser, FrozenDenoiser):
