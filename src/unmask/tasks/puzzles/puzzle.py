@@ -41,7 +41,8 @@ class Puzzle(Task):
     def prompted(self, prompt: str) -> Examples:
         """The names of all tokens side by side, with `_` for each that is to be written."""
         names, known = prompt.split(), {name: token for token, name in enumerate(self.vocabulary)}
-        how = f"write {self.length} of {' '.join(self.vocabulary[:12])} and _, which stands for what is to be written"
+        some = " ".join(self.vocabulary[:12])
+        how = f"write {self.length} of {some} and _ with spaces between; _ stands for what is to be written"
         right = len(names) == self.length and "_" in names and set(names) <= {"_", *known}
         require(right, f"{prompt[:40]!r} is no prompt of task {self.name}: {how}")
         tokens = torch.tensor([[known.get(name, 0) for name in names]])
