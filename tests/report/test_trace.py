@@ -314,7 +314,7 @@ def test_a_prompt_of_the_users_own(run, call, refused, task):  # noqa: F811
     assert re.search(r"the prompt has \d+ tokens, and task gsm8k has room for 100: give a shorter prompt", long)
     for other in (["--find", "right"], ["--example", "0"]):
         assert "--prompt takes the place of examples" in refused(*words, "--prompt", "x", *other)
-    with pytest.raises(UserError, match="'x' is no prompt of task groups: write 16 of a b c d e f g h and _ with spaces"):
+    with pytest.raises(UserError, match="'x' is no prompt of task groups: write 16 of a b c d e f g h and _ with"):
         Groups().prompted("x")
     clues = Groups().prompted("a _ " * 8)
     assert clues.tokens[:, ::2].eq(0).all()
