@@ -26,7 +26,7 @@ class FrozenConfig:
     """Which denoiser an order was learned for."""
 
     folder: str  # where it lay; "": Python gave it
-    fingerprint: str
+    fingerprint: str  # "": a function has no weights to be told by
     width: int  # of its hidden states; 0: it gives none
     max_length: int  # its context; 0: not known
     bidirectional: bool = False  # how `load_denoiser` reads a causal model
