@@ -1,7 +1,7 @@
 """Load on `unmask serve`: many clients at once against one at a time, on this machine's loopback.
 
     python benchmarks/serve.py RUN --cpu --out results/serve/cpu-groups.json     two minutes; RUN: `unmask demo`
-    python benchmarks/serve.py RUN --out results/serve/h200-30m.json             on a GPU, where there is one
+    python benchmarks/serve.py RUN --kinds 120 --out results/serve/h200-30m.json on a GPU, where there is one
 
 Five loads of the same requests, the learned order and `top-prob` in 8 steps in turn: one client at a time against a
 server whose passes have one row (the best that one at a time can be) and against the server with `--batch` rows,

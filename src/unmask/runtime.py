@@ -110,9 +110,10 @@ def available_memory(device: torch.device | None = None) -> int:
 def require_memory(what: str, needed: int, device: torch.device | None = None) -> None:
     """MemoryError where so many bytes are not available; `what` begins its message, such as "the weights take"."""
     if needed > (available := available_memory(device)):
+        unit, name = (1e9, "GB") if needed >= 1e9 else (1e6, "MB")
         raise MemoryError(
-            f"{what} at least {needed / 1e9:,.1f} GB of memory, of which {available / 1e9:,.1f} GB are available: take "
-            "a smaller model, or free some memory"
+            f"{what} at least {needed / unit:,.1f} {name} of memory, of which {available / unit:,.1f} {name} are "
+            "available: take a smaller model, or free some memory"
         )
 
 

@@ -64,7 +64,7 @@ def test_on_the_cpu_every_pass_is_made():
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    """Tensors that say that they are on a GPU, and graphs whose replay writes what the address of the weight holds."""
+    """What happened, tokens that say that they are on a GPU, a denoiser, and its trunk before it records."""
     events = []
 
     class Graph:
@@ -92,17 +92,20 @@ def fake_gpu(monkeypatch):
     for name in ("Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda side: nullcontext())
-    return events, torch.arange(6).view(2, 3).as_subclass(OnGPU)
+    denoiser, tokens = Doubles(), torch.arange(6).view(2, 3).as_subclass(OnGPU)
+    trunk = Recorded(denoiser)
+    for _ in range(2):  # the next pass is recorded
+        trunk(tokens, None)
+    return events, tokens, denoiser, trunk
 
 
 RECORDING = ["its device", "begin", "end", "the device before"]
 
 
 def test_a_graph_is_recorded_on_the_device_of_the_tokens_and_again_when_a_weight_moves(fake_gpu):
-    events, tokens = fake_gpu
-    denoiser = Doubles()
-    trunk = Recorded(denoiser)
-    for _ in range(4):
+    events, tokens, denoiser, trunk = fake_gpu
+    assert events == []
+    for _ in range(2):
         trunk(tokens, None)
     assert events == [*RECORDING, "replay", "replay"]
     denoiser.w.data.fill_(3.0)  # where it is: a replay reads it there
@@ -115,11 +118,7 @@ def test_a_graph_is_recorded_on_the_device_of_the_tokens_and_again_when_a_weight
 
 
 def test_what_fails_while_it_is_recorded_is_not_replayed(fake_gpu):
-    events, tokens = fake_gpu
-    denoiser = Doubles()
-    trunk = Recorded(denoiser)
-    for _ in range(2):
-        trunk(tokens, None)
+    events, tokens, denoiser, trunk = fake_gpu
     denoiser.w = None  # as out of memory
     for _ in range(2):
         with pytest.raises(AttributeError):

@@ -35,7 +35,7 @@ from unmask.models import hub
 from unmask.models.backbone import BackboneConfig
 from unmask.models.frozen import FrozenConfig, FrozenDenoiser
 from unmask.models.networks import Denoiser, OrderScorer, Selector, SelectorConfig
-from unmask.runtime import available_memory
+from unmask.runtime import require_memory
 from unmask.variational.selection import Bernoulli, NonEmpty, OneByOne, Selection
 
 FORMAT_VERSION = 4
@@ -224,12 +224,7 @@ def check_memory(config: OrderModelConfig, copies: int) -> None:
     weights += sum(network.num_weights(config.vocab_size + 1) for network in (own, config.scorer) if network)
     weights += 0 if config.tied_head or own is None else config.vocab_size * own.width
     weights += config.selector.shape.num_weights() if config.selector else 0
-    needed, available = 4 * copies * weights, available_memory()
-    if needed > available:
-        raise MemoryError(
-            f"a model with {weights:,} weights takes at least {needed / 1e6:,.1f} MB of memory, of which "
-            f"{available / 1e6:,.1f} MB are available: take a smaller model, or free some memory"
-        )
+    require_memory(f"a model with {weights:,} weights takes", 4 * copies * weights)
 
 
 def word_level_tokenizer(vocabulary: Sequence[str]) -> Tokenizer:

@@ -13,7 +13,6 @@ import torch
 
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import RULES, NetworkPolicy, Policy, as_text, network_of, own_rules, parse_policy
-from unmask.decoding.policies.names import YOUR_OWN
 from unmask.decoding.policies.structured import own_blocks, trained_steps
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import visible
@@ -178,10 +177,7 @@ class Served:
         text = text or ("learned" if self.selector is not None else plain)
         require(len(text) <= 200, "policy is longer than any rule: give one that `GET /v1/policies` lists")
         require(not own_rules(text), f"policy {text!r} names code of somebody's own, which is not run for requests")
-        try:
-            return parse_policy(text, self.selector, partial(self.task.token_frequencies, self.device))
-        except UserError as error:
-            raise UserError(str(error).removesuffix(YOUR_OWN)) from None
+        return parse_policy(text, self.selector, partial(self.task.token_frequencies, self.device))
 
     def denoiser(self, rule: Policy) -> Any:
         """Of a run that trained both together, the heuristics have the plain one."""

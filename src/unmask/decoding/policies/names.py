@@ -20,7 +20,6 @@ from unmask.errors import UserError, did_you_mean, require
 from unmask.fields import convert
 from unmask.own_code import import_class
 
-YOUR_OWN = ", or give your own 'module:Class'"
 _OWN = r"[\w.-]+:[A-Za-z_]\w*"  # "module:Class", and also `rdm:linear`
 
 
@@ -101,7 +100,7 @@ def _rule_and_arguments(text: str) -> tuple[type[Policy], list[str]]:
         raise UserError(f"cannot read the policy {text!r}: write it as margin, threshold:0.9 or blocks(32,margin)")
     key, single, several = match.groups()
     nearest, known = did_you_mean(key, RULES), ", ".join(RULES)
-    require(key in RULES, f"unknown policy {key!r}; {nearest}choose from {known}{YOUR_OWN}")
+    require(key in RULES, f"unknown policy {key!r}; {nearest}choose from {known}")
     return RULES[key], [single.strip()] if single is not None else _split(several or "", text)
 
 
