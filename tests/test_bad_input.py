@@ -294,7 +294,7 @@ def test_a_bad_number_on_the_command_line_is_one_line(place, capsys):
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_built(place, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("unmask.models.order_model.available_memory", lambda: 3_000_000)
+    monkeypatch.setattr("unmask.runtime.available_memory", lambda device: 3_000_000)
     monkeypatch.setattr("unmask.training.build.OrderModel", None)
     large = ["--set", "model.width=128", "--set", "model.intermediate=512"]
     assert call("train", place / "tiny.toml", "--out", tmp_path / "run", "--cpu", *large) == 2

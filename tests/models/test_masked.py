@@ -236,7 +236,7 @@ def test_a_model_larger_than_the_memory(folder, monkeypatch):
     size = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
     monkeypatch.setattr("unmask.runtime.available_memory", lambda device: 2 * size - 1)
     for load in (unmask.load_denoiser, unmask.load_causal):
-        with pytest.raises(MemoryError, match=r"bert take at least 0\.0 GB of memory, of which 0\.0 GB are available"):
+        with pytest.raises(MemoryError, match=r"bert take at least 0\.0 MB of memory, of which 0\.0 MB are available"):
             load(folder)
     monkeypatch.setattr("unmask.runtime.available_memory", lambda device: 2 * size)
     unmask.load_denoiser(folder)
