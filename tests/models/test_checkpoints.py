@@ -329,7 +329,7 @@ def test_files(saved, monkeypatch):
     with monkeypatch.context() as small:
         small.setattr("unmask.runtime.available_memory", lambda device: 1000)
         message = refused(folder, MemoryError)
-        assert "take at least 0.0 GB of memory, of which 0.0 GB are available: take a smaller model" in message
+        assert "take at least 0.0 MB of memory, of which 0.0 MB are available: take a smaller model" in message
     (folder / "model-1.safetensors").write_bytes(b"nothing")
     assert "model-1.safetensors is no safetensors file" in refused(folder)
     for path in folder.glob("*.safetensors"):
