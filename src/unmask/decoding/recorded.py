@@ -35,8 +35,8 @@ class Recorded:
     recording it takes as long as a pass.  It knows the addresses of the weights: where one has moved, it begins again.
     """
 
-    def __init__(self, denoiser: Any) -> None:
-        self.hidden: Trunk = denoiser.hidden
+    def __init__(self, denoiser: Any, hidden: Trunk) -> None:
+        self.hidden = hidden  # finished or not
         self.weights: list[Tensor] = [*denoiser.parameters(), *denoiser.buffers()]
         self.alike: Any = None  # shape and addresses of the weights at the last pass
         self.passes = 0  # that had these in a row

@@ -10,8 +10,9 @@ Compiled, the static pieces go through torch.compile, and on a GPU a step is one
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -72,7 +73,15 @@ class Stepper:
         self.status_names: tuple[str, ...] = ()
         self.peaks: tuple[Tensor, Tensor] | None = None  # places and largest logits [m], where no more was read
         self.turn, self.drawn_at, self.drawn = 0, 0, torch.empty(0, 0)  # uniforms [b, turns, L + 1] from a turn on
-        self.trunk: Trunk = denoiser.hidden if static or not recordable(denoiser) else Recorded(denoiser)
+        trunk: Trunk = denoiser.hidden
+        self.finish: Callable[[Tensor], Tensor] = lambda states: states
+        own = recordable(denoiser)  # no other is known to end as it says
+        if own and hasattr(denoiser, "finish") and not (policy.reads_hidden or policy.shadows):
+            # Where no rule looks, nobody reads hidden states but at the places that are projected.
+            trunk, self.finish = partial(cast(Any, trunk), finish=False), denoiser.finish
+            if kept is not None:
+                kept.cached = partial(kept.cached, finish=False)
+        self.trunk = trunk if static or not own else Recorded(denoiser, trunk)
         self.locate, self.read, self.settle = self._locate, self._read_into, self._settle
         self.shadow_trunk: Any = getattr(denoiser, "hidden_with", None)
         if compile:
@@ -270,7 +279,7 @@ class Stepper:
 
     def _logits(self, hidden: Tensor, at: Tensor) -> Tensor:
         """[m, V] at the places `at` [m] of the flattened canvas, from hidden states [b, L, D]."""
-        logits = self.denoiser.logits(hidden.flatten(0, 1).index_select(0, at))
+        logits = self.denoiser.logits(self.finish(hidden.flatten(0, 1).index_select(0, at)))
         if logits.shape != (len(at), self.vocab_size):
             raise UserError(f"{_LOGITS}, got {_shape(logits)} for M = {len(at)} and V = {self.vocab_size}")
         return logits
@@ -279,7 +288,7 @@ class Stepper:
         """Everything that depends on the vocabulary."""
         if not torch.is_tensor(hidden) or hidden.ndim != 3 or hidden.shape[1] != self.length:
             raise UserError(f"the denoiser's `hidden` must be [B, L, D] from tokens [B, L], got {_shape(hidden)}")
-        probe, choice, mask = self.denoiser.logits(hidden[0, :1]), self.choice, self.denoiser.mask_token_id
+        probe, choice, mask = self.denoiser.logits(self.finish(hidden[0, :1])), self.choice, self.denoiser.mask_token_id
         if not torch.is_tensor(probe) or probe.ndim != 2 or len(probe) != 1:
             raise UserError(f"{_LOGITS}, got {_shape(probe)} for M = 1")
         self.policy.check_logits(probe)
@@ -480,7 +489,8 @@ class Stepper:
         """Decide, write, and say how it stands."""
         if decision is None:
             held_back = canvas.masked & self.choice.is_eos(proposal) if self.choice.eos_last else None
-            decision = self._decide(canvas, last, hidden=hidden, stats=stats, proposal=proposal, held_back=held_back)
+            states = partial(self.finish, hidden)
+            decision = self._decide(canvas, last, states=states, stats=stats, proposal=proposal, held_back=held_back)
         reveal = decision.reveal
         masked = canvas.masked ^ reveal
         tokens = torch.where(reveal, proposal, canvas.tokens)
