@@ -197,8 +197,9 @@ class Stepper:
         self.forwards += self.passes * len(hidden)
         if not self.chunk:
             self._measure(hidden)
-        split = zip(places.split(self.chunk), states.split(self.chunk), strict=True)  # type: ignore[no-untyped-call]
-        parts = [self._read(canvas, hidden, unguided, part, state, wanted) for part, state in split]
+        read_from = self._at(hidden, unguided, states)
+        split = (each.split(self.chunk) for each in (places, *read_from))  # type: ignore[no-untyped-call]
+        parts = [self._read(canvas, wanted, *part) for part in zip(*split, strict=True)]
         proposed, read = parts[0] if len(parts) == 1 else (torch.cat(each, dim=-1) for each in zip(*parts, strict=True))
         proposal, stats = canvas.tokens.flatten().scatter(0, places, proposed), {}
         self.peaks = None if wanted else (places, read[0])
@@ -277,11 +278,16 @@ class Stepper:
             needed = f"its vocabulary must hold ids up to {int(tokens.max())}, its context {self.length} positions"
             raise UserError(f"the denoiser cannot look these tokens up: {needed}") from error
 
-    def _logits(self, hidden: Tensor, at: Tensor) -> Tensor:
-        """[m, V] at the places `at` [m] of the flattened canvas, from hidden states [b, L, D]."""
-        logits = self.denoiser.logits(self.finish(hidden.flatten(0, 1).index_select(0, at)))
-        if logits.shape != (len(at), self.vocab_size):
-            raise UserError(f"{_LOGITS}, got {_shape(logits)} for M = {len(at)} and V = {self.vocab_size}")
+    def _at(self, hidden: Tensor, unguided: Tensor | None, at: Tensor) -> list[Tensor]:
+        """Hidden states [m, D] at the places `at` [m] of the flattened canvas, of each pass [b, L, D]."""
+        passes = [hidden] if unguided is None else [hidden, unguided]
+        return [self.finish(states.flatten(0, 1).index_select(0, at)) for states in passes]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[m, V] from hidden states [m, D]."""
+        logits = self.denoiser.logits(hidden)
+        if logits.shape != (len(hidden), self.vocab_size):
+            raise UserError(f"{_LOGITS}, got {_shape(logits)} for M = {len(hidden)} and V = {self.vocab_size}")
         return logits
 
     def _measure(self, hidden: Tensor) -> None:
@@ -324,18 +330,17 @@ class Stepper:
     def _read(
         self,
         canvas: Canvas,
-        hidden: Tensor,
-        unguided: Tensor | None,
-        at: Tensor,  # [m]: places of the flattened canvas
-        states: Tensor,  # [m]: the same places of the flattened hidden states, which may be those of fewer rows
         wanted: frozenset[str],
+        at: Tensor,  # [m]: places of the flattened canvas
+        hidden: Tensor,  # [m, D]
+        unguided: Tensor | None = None,  # [m, D]
     ) -> tuple[Tensor, Tensor]:
         """The proposal [m] at each place, and what is wanted [K, m] in alphabetical order, or the largest logit [1, m]
         where nothing is."""
         choice = self.choice
-        logits = self._logits(hidden, states)
+        logits = self._logits(hidden)
         if unguided is not None:
-            base, logits = full_precision(self._logits(unguided, states)), full_precision(logits)
+            base, logits = full_precision(self._logits(unguided)), full_precision(logits)
             guided = base + (1 + choice.guidance) * (logits - base)
             logits = torch.where(base == -torch.inf, logits, guided)  # a token that is impossible without the prompt
         if choice.repetition_penalty != 1:
@@ -441,7 +446,7 @@ class Stepper:
         self, canvas: Canvas, hidden: Tensor, unguided: Tensor | None, at: Tensor, proposal: Tensor, values: Tensor
     ) -> None:
         """`_read`, into the room that `_locate` made."""
-        proposal[at], read = self._read(canvas, hidden, unguided, at, at, self.wanted)
+        proposal[at], read = self._read(canvas, self.wanted, at, *self._at(hidden, unguided, at))
         values[:, at] = read.to(values.dtype)
 
     def _decide(self, canvas: Canvas, last: Tensor | None, **seen: Any) -> Decision:
