@@ -21,7 +21,7 @@ from unmask import rng
 from unmask.decoding.blocks import block_causal, block_numbers
 from unmask.decoding.cache import Kept
 from unmask.decoding.canvas import Canvas
-from unmask.decoding.confidence import Confidence, confidence, log_probabilities
+from unmask.decoding.confidence import Confidence, confidence, largest, log_probabilities
 from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.policies.rule import Decision, Policy, Step
 from unmask.decoding.recorded import Recorded, Trunk, recordable
@@ -359,7 +359,7 @@ class Stepper:
         if self.policy.fuses:  # at a sequence's first pass the slot holds another's
             before = torch.where(canvas.index[at // self.length, None] == 0, 0.0, self.previous[kept])
             logits, self.previous[kept] = self.policy.fuse(logits, before)
-        peak, best = logits.max(-1)
+        peak, best = largest(logits)
         proposal = best
         if choice.temperature > 0:
             row = at // self.length
