@@ -1,8 +1,10 @@
 """One step of a canvas: the denoiser's pass, the projection where somebody reads it, the rule's decision, the writing.
 
-Eager: shapes follow the work; finished rows leave, and only the positions that are read are projected.  Where the rule
-decides before the pass, rows that reveal nothing take no part in it.  It launches few kernels (`Recorded`: few tokens
-pass as one) and waits for the device twice per step: before the pass for the places to read, after it for the status.
+Only the positions that are read are projected; the denoiser's last MLP runs there alone too, unless the rule looks at
+hidden states.
+Eager: shapes follow the work; finished rows leave, and where the rule decides before the pass, rows that reveal nothing
+take no part in it.  It launches few kernels (`Recorded`: few tokens pass as one) and waits for the device twice per
+step: before the pass for the places to read, after it for the status.
 Static: the batch keeps its size and positions come in whole chunks, so products round alike whatever is in the batch.
 Compiled, the static pieces go through torch.compile, and on a GPU a step is one CUDA graph per number of chunks.
 """
@@ -74,10 +76,10 @@ class Stepper:
         self.peaks: tuple[Tensor, Tensor] | None = None  # places and largest logits [m], where no more was read
         self.turn, self.drawn_at, self.drawn = 0, 0, torch.empty(0, 0)  # uniforms [b, turns, L + 1] from a turn on
         trunk: Trunk = denoiser.hidden
-        self.finish: Callable[[Tensor], Tensor] = lambda states: states
-        own = recordable(denoiser)  # no other is known to end as it says
+        self.finish: Callable[[Tensor], Tensor] = lambda states: states  # hidden states of what a pass gives
+        own = recordable(denoiser)
         if own and hasattr(denoiser, "finish") and not (policy.reads_hidden or policy.shadows):
-            # Where no rule looks, nobody reads hidden states but at the places that are projected.
+            # A derived class may have another `hidden`, and a listener must hear the whole pass: neither is `own`.
             trunk, self.finish = partial(cast(Any, trunk), finish=False), denoiser.finish
             if kept is not None:
                 kept.cached = partial(kept.cached, finish=False)
@@ -245,7 +247,7 @@ class Stepper:
     # --- its parts ----------------------------------------------------------------------------------------------------
 
     def _passes(self, canvas: Canvas, rows: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [b, L, D] of some rows or all, and for guidance those of the same with their prompt masked."""
+        """What a pass gives [b, L, D] for some rows or all, and for guidance for the same with their prompt masked."""
         if self.kept is not None:
             return self.kept.passed(canvas, rows), None
         tokens, response, attention_mask = canvas.tokens, canvas.response, canvas.attention_mask
