@@ -488,7 +488,8 @@ medians of neighbouring pairs.
 
 CLOSING = """
 The engine projects to the vocabulary only where the rule reads (masked positions of unfinished sequences), in chunks:
-[B, L, V] never exists. At batch 1 an eager step is bound by kernel launches: so a pass is replayed as one CUDA graph
+[B, L, V] never exists. The last layer's MLP runs there alone too, unless the rule looks at hidden states (all records
+are from before that). At batch 1 an eager step is bound by kernel launches: so a pass is replayed as one CUDA graph
 (the records against the plain loop are from before that).
 
 `same_tokens` in the records is the share of tokens that agree: all in float64; in float32 all but those that follow two

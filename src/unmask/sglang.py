@@ -58,7 +58,7 @@ class Unmask(DllmAlgorithm):
             attention_mask=None,
             uniforms=lambda: torch.empty(0),
             memory={},
-            hidden=logits[..., :0],
+            states=lambda: logits[..., :0],
             stats=confidence(log_probabilities(logits)),
         )
         reveal = masked & (self.policy.decide(step).reveal | (index >= self.steps - 1)[:, None])

@@ -163,6 +163,7 @@ def case_of(rows: Sequence[Row], reads_revealed: bool = False, seed: int = 0) ->
         "log_current": shown(lambda row, n: log(row.p(n, row.tokens[n])) if n not in row.masked else 99.0),
     }
     u = tensor([row.u for row in rows])
+    hidden = torch.randn(len(rows), L, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     step = Step(
         index=torch.tensor([row.i for row in rows]),
         max_steps=torch.tensor([row.S for row in rows]),
@@ -175,7 +176,7 @@ def case_of(rows: Sequence[Row], reads_revealed: bool = False, seed: int = 0) ->
         memory={},
         proposal=torch.tensor([row.proposal for row in rows]),
         stats=stats,
-        hidden=torch.randn(len(rows), L, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)),
+        states=lambda: hidden,
         log_reveal=tensor([[math.log(w / row.parts) for w in row.at_reveal] for row in rows]),
     )
     return Case(step, list(rows))

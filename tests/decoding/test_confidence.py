@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from unmask.decoding.confidence import Confidence, confidence, features, log_probabilities
+from unmask.decoding.confidence import Confidence, confidence, features, largest, log_probabilities
 
 TABLES = {
     "random": torch.randn(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).mul(2).tolist(),
@@ -46,6 +46,16 @@ def test_the_three_confidences():
             assert stats["margin"][row].item() == pytest.approx(expected[1], abs=1e-12)
             assert stats["entropy"][row].item() == pytest.approx(entropy, abs=1e-12)
             assert features(stats)[row].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("V", [5, 4096, 4097, 5000])
+def test_the_largest_is_the_leftmost(V):
+    logits = torch.randint(0, 9, (40, V), generator=torch.Generator().manual_seed(V)).double()  # full of ties
+    logits[0], logits[1, V // 2], logits[2, -1], logits[3, 0] = -math.inf, math.nan, 99.0, math.inf
+    logits[4, -3:] = 50.0
+    found, truth = largest(logits), logits.max(-1)
+    assert torch.equal(found[1], truth.indices)
+    assert torch.equal(found[0].nan_to_num(nan=-7), truth.values.nan_to_num(nan=-7))
 
 
 def test_the_log_probability_of_a_token():

@@ -59,7 +59,7 @@ def a_step(policy, seed=50):
     }
     seen = {"stats": {name: stats[name] for name in policy.reads}}
     if not policy.reads:  # decides before the pass
-        seen |= {name: torch.empty(0) for name in ("proposal", "hidden")}
+        seen |= {"proposal": torch.empty(0), "states": lambda: torch.empty(0)}
     return replace(case.step, max_steps=case.step.max_steps + 3, memory=memory, **seen)  # a step for every block
 
 
@@ -94,8 +94,8 @@ def test_no_row_sees_another(policy):
     shuffled = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
     for some in [shuffled, *(torch.tensor([row]) for row in range(0, rows, 7))]:
         part = {field.name: picked(getattr(step, field.name), some) for field in fields(Step)}
-        u = step.uniforms()[some]
-        apart = policy.decide(Step(**part | {"uniforms": lambda u=u: u}))
+        u, hidden = step.uniforms()[some], picked(step.hidden, some)
+        apart = policy.decide(Step(**part | {"uniforms": lambda u=u: u, "states": lambda hidden=hidden: hidden}))
         for name in Decision._fields:
             expected, found = picked(getattr(together, name), some), getattr(apart, name)
             if isinstance(expected, dict):
@@ -123,7 +123,7 @@ def test_it_works_in_float32_too():
     for policy in POLICIES.values():
         step = a_step(policy)
         stats = {name: values.float() for name, values in step.stats.items()}
-        decision = policy.decide(replace(step, stats=stats, hidden=step.hidden.float()))
+        decision = policy.decide(replace(step, stats=stats, states=lambda step=step: step.hidden.float()))
         agree = (decision.reveal & step.masked) == (policy.decide(step).reveal & step.masked)
         assert agree.double().mean() > 0.99
 

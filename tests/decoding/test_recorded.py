@@ -56,7 +56,7 @@ class Doubles(torch.nn.Module):
 
 def test_on_the_cpu_every_pass_is_made():
     denoiser, tokens = Doubles(), torch.arange(6).view(2, 3)
-    trunk = Recorded(denoiser)
+    trunk = Recorded(denoiser, denoiser.hidden)
     for _ in range(5):
         assert (trunk(tokens, None) == 2 * tokens[..., None]).all()
     assert denoiser.passes == 5
@@ -93,7 +93,7 @@ def fake_gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda side: nullcontext())
     denoiser, tokens = Doubles(), torch.arange(6).view(2, 3).as_subclass(OnGPU)
-    trunk = Recorded(denoiser)
+    trunk = Recorded(denoiser, denoiser.hidden)
     for _ in range(2):  # the next pass is recorded
         trunk(tokens, None)
     return events, tokens, denoiser, trunk

@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from tests.decoding.small import MASK, POLICIES, PROMPTS, Recorded, V, all_results, prompts_for, small_denoiser
+from tests.decoding.test_cache import network
 from unmask.decoding import stepper
 from unmask.decoding.generate import generate
-from unmask.decoding.policies import Blocks, Decision, Policy, parse_policy
+from unmask.decoding.policies import Blocks, Decision, Margin, Policy, parse_policy
+from unmask.models.backbone import BackboneConfig
+from unmask.models.networks import Denoiser
 from unmask.rng import Purpose, uniforms
 
 DENOISER = small_denoiser()
@@ -64,6 +67,81 @@ def test_with_fixed_shapes_blocks_read_no_more_chunks_than_their_masks_fill(monk
     for step in range(12):  # the first pass is made twice
         assert denoiser.projected_after(step + 1, step + 1) <= 12  # nine masks of the block: three chunks of four
     assert all_results(out) == all_results(generate(DENOISER, prompts, "blocks(3,margin)", 12))
+
+
+class Whole:
+    """A denoiser that does not say how its passes end."""
+
+    def __init__(self, denoiser):
+        for name in ("mask_token_id", "block_size", "can_cache", "new_cache", "cached", "logits", "hidden_with"):
+            setattr(self, name, getattr(denoiser, name))
+        self.hidden = lambda tokens, attention_mask=None: denoiser.hidden(tokens, attention_mask)
+
+
+def deep_denoiser(block_size=0, shift=False):
+    return network(lambda: Denoiser(BackboneConfig(16, 2, 2, 24, 64, block_size=block_size), V, shift=shift))
+
+
+def test_the_last_mlp_runs_only_where_the_rule_looks(monkeypatch):
+    """On sequences of different lengths with different numbers of masks: every mask, or what `iid` reveals."""
+    denoiser, widths = deep_denoiser(), []
+    last, down = denoiser.backbone.blocks[-1], denoiser.backbone.blocks[-1].down.forward
+    monkeypatch.setattr(last.down, "forward", lambda x: widths.append(x.shape[:-1].numel()) or down(x))
+    masks = sum(int((prompt == MASK).sum()) for prompt in PROMPTS)
+    generate(denoiser, PROMPTS, "margin", 1)
+    assert widths == [1, masks]  # one to see V
+    for policy, most in (("margin", 13 * masks), ("iid", masks)):
+        widths.clear()
+        expected = generate(Whole(denoiser), PROMPTS, policy, 13)
+        positions = sum(widths)
+        widths.clear()
+        assert all_results(generate(denoiser, PROMPTS, policy, 13)) == all_results(expected)
+        assert sum(widths) <= 1 + min(most, positions // 2)
+    widths.clear()
+    last.register_forward_hook(lambda *given: None)
+    generate(denoiser, PROMPTS, "margin", 1)
+    assert widths == [sum(map(len, PROMPTS))], "who listens hears the whole block"
+
+
+@pytest.mark.parametrize(
+    ("denoiser", "rule", "options"),
+    [
+        (deep_denoiser(), "margin", {}),
+        (deep_denoiser(), "threshold:0.7", {"temperature": 1.0, "guidance": 1.5}),
+        (deep_denoiser(shift=True), "top-prob", {}),
+        (deep_denoiser(), "p2", {"fixed_shapes": True}),
+        (deep_denoiser(), "wino(0.4,0.5)", {}),
+        (deep_denoiser(), "blocks(3,margin)", {"cache": "prefix"}),
+        (deep_denoiser(3), "blocks(3,margin)", {}),
+        (deep_denoiser(3), "blocks(3,margin)", {"cache": "none"}),
+    ],
+)
+def test_what_it_leaves_out_changes_nothing(denoiser, rule, options):
+    prompts = prompts_for(parse_policy(rule))
+    expected = generate(Whole(denoiser), prompts, rule, 13, seed=5, **options)
+    assert all_results(generate(denoiser, prompts, rule, 13, seed=5, **options)) == all_results(expected)
+
+
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("options", [{}, {"fixed_shapes": True}], ids=str)
+def test_a_rule_that_looks_at_hidden_states_gets_all_of_them(declared, options):
+    """Declared or not; of what is given too."""
+    denoiser, told = deep_denoiser(), []
+
+    @dataclass(frozen=True)
+    class Looks(Margin):
+        key = f"looks-{declared}-{len(options)}"
+        reads_hidden = declared
+
+        def decide(self, step):
+            told.append((step.tokens.clone(), step.hidden.clone()))
+            return super().decide(step)
+
+    prompts = torch.stack([PROMPTS[0], PROMPTS[0].flip(0)])
+    generate(denoiser, prompts, Looks(), 5, **options)
+    assert len(told) >= 4
+    for tokens, hidden in told:
+        torch.testing.assert_close(hidden, denoiser.hidden(tokens), rtol=0, atol=1e-12)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,13 @@
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
 
 from unmask.errors import UserError
 from unmask.models.backbone import SIZES, BackboneConfig
 from unmask.models.networks import Denoiser, OrderScorer, Selector, SelectorConfig
+from unmask.models.packing import padding_stays
 from unmask.recipe import load_recipe
 from unmask.variational.posterior import sample_trajectories
 
@@ -47,6 +51,32 @@ def test_logits_of_some_positions_are_those_of_the_whole():
         denoiser = Denoiser(TRUNK, V, tied_head=tied)
         x = torch.randint(V + 1, (3, 6), generator=generator())
         assert torch.allclose(denoiser.logits(denoiser.hidden(x)[x == V]), denoiser(x)[x == V], atol=1e-6)
+
+
+@torch.no_grad()
+def test_finished_where_it_is_read_it_is_the_hidden_state():
+    """Of any positions; whole, padded (packed and masked), block-causal, shifted and cached."""
+    tokens = torch.randint(V + 1, (3, 8), generator=generator())
+    padded = torch.arange(8) < torch.tensor([[8], [3], [5]])
+    read = torch.rand(3, 8, generator=generator(1)) < 0.4  # a different number in each row
+    for shape, shift in ((TRUNK, False), (TRUNK, True), (replace(TRUNK, layers=3, block_size=2), False)):
+        torch.manual_seed(0)
+        denoiser = Denoiser(shape, V, shift=shift).double()
+        for mask in (None, padded):
+            for layout in (nullcontext, padding_stays):
+                with layout():
+                    whole, states = denoiser.hidden(tokens, mask), denoiser.hidden(tokens, mask, finish=False)
+                there = slice(None) if mask is None else mask
+                torch.testing.assert_close(denoiser.finish(states)[there], whole[there], rtol=0, atol=1e-12)
+                asked = read if mask is None else read & mask
+                torch.testing.assert_close(denoiser.finish(states[asked]), whole[asked], rtol=0, atol=1e-12)
+                assert (states[asked] - whole[asked]).abs().max() > 1e-3  # something was left to do
+    at, rows, sees = torch.tensor([[1, 4], [0, 6]]), torch.tensor([2, 0]), torch.ones(2, 2, 8).bool()
+    cached = [
+        denoiser.cached(tokens[rows].gather(1, at), at, sees, torch.ones(3, 2, 3, 8, 2, 8).double(), rows, finish)
+        for finish in (True, False)
+    ]
+    torch.testing.assert_close(denoiser.finish(cached[1]), cached[0], rtol=0, atol=1e-12)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ prefix    for a bidirectional one (Fast-dLLM's prefix cache, Wu et al. 2025).  T
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -29,7 +30,8 @@ class Kept:
     """What is kept of the sequences of a canvas, row by row."""
 
     def __init__(self, denoiser: CachingDenoiser, policy: Blocks, canvas: Canvas) -> None:
-        self.denoiser, self.policy, self.exact = denoiser, policy, bool(getattr(denoiser, "block_size", 0))
+        self.policy, self.exact = policy, bool(getattr(denoiser, "block_size", 0))
+        self.cached: Callable[..., Tensor] = denoiser.cached  # what it gives is kept as it is, finished or not
         self.cache = denoiser.new_cache(*canvas.tokens.shape)
         self.hidden = torch.empty(0)  # [b, L, D]
         self.slot, self.row = canvas.slot.clone(), canvas.row.clone()  # [b]
@@ -81,7 +83,7 @@ class Kept:
         sees = attended[rows, None].expand(-1, at.shape[1], -1)  # [r, W, L]
         if self.exact:
             sees = sees & (block[rows, None] <= block[rows].gather(-1, at)[..., None])
-        hidden = self.denoiser.cached(tokens[rows].gather(-1, at), at, sees, self.cache, rows)
+        hidden = self.cached(tokens[rows].gather(-1, at), at, sees, self.cache, rows)
         if not self.hidden.numel():
             self.hidden = hidden.new_zeros(*tokens.shape, hidden.shape[-1])
         self.hidden[rows[:, None], at] = hidden

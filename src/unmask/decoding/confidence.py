@@ -31,6 +31,18 @@ def features(stats: Confidence) -> Tensor:
     return torch.stack([stats["log_top"].exp(), stats["margin"], stats["entropy"]], dim=-1)
 
 
+def largest(logits: Tensor, size: int = 256) -> tuple[Tensor, Tensor]:
+    """`logits.max(-1)` of [m, V].  On a CPU torch is five times as fast without the place: so first by pieces."""
+    if logits.shape[-1] < 16 * size or logits.device.type != "cpu" or torch.compiler.is_compiling():
+        return logits.max(-1)
+    m, V = logits.shape
+    whole, rest = logits[:, : V - V % size].view(m, V // size, size), logits[:, None, -size:]  # which may overlap
+    peaks = torch.cat([whole.amax(-1), rest.amax(-1)], dim=-1)
+    start = (peaks.argmax(-1, keepdim=True) * size).clamp(max=V - size)  # of the leftmost piece that holds it
+    peak, place = logits.gather(-1, start + torch.arange(size)).max(-1)
+    return peak, start[:, 0] + place
+
+
 def log_probabilities(logits: Tensor) -> Tensor:
     """[..., V] in float32 at least, whatever the model computes in."""
     return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -37,6 +37,18 @@ class PlacingDenoiser(AnyDenoiser, Protocol):
         """
 
 
+class FinishingDenoiser(AnyDenoiser, Protocol):
+    """One whose last work is on each position alone, and can be left to those that are read.
+
+    hidden(tokens, mask) = finish(hidden(tokens, mask, finish=False)),      and so for `cached`
+    """
+
+    def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None, finish: bool = True) -> Tensor: ...
+
+    def finish(self, states: Tensor) -> Tensor:
+        """Hidden states [..., D] from what is not finished [..., D]."""
+
+
 class CachingDenoiser(AnyDenoiser, Protocol):
     """One whose keys and values can outlive a pass."""
 

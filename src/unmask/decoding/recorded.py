@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-Trunk = Callable[[Tensor, Tensor | None], Tensor]  # hidden states [b, L, D] of tokens [b, L] and an attention mask
+Trunk = Callable[[Tensor, Tensor | None], Tensor]  # states [b, L, D] of tokens [b, L] and an attention mask
 FEW = 2048  # tokens of a pass that keeps the host busier than the device
 
 
@@ -35,8 +35,8 @@ class Recorded:
     recording it takes as long as a pass.  It knows the addresses of the weights: where one has moved, it begins again.
     """
 
-    def __init__(self, denoiser: Any) -> None:
-        self.hidden: Trunk = denoiser.hidden
+    def __init__(self, denoiser: Any, hidden: Trunk) -> None:
+        self.hidden = hidden  # the denoiser's own, finished or not
         self.weights: list[Tensor] = [*denoiser.parameters(), *denoiser.buffers()]
         self.alike: Any = None  # shape and addresses of the weights at the last pass
         self.passes = 0  # that had these in a row

@@ -1,8 +1,10 @@
 """One step of a canvas: the denoiser's pass, the projection where somebody reads it, the rule's decision, the writing.
 
-Eager: shapes follow the work; finished rows leave, and only the positions that are read are projected.  Where the rule
-decides before the pass, rows that reveal nothing take no part in it.  It launches few kernels (`Recorded`: few tokens
-pass as one) and waits for the device twice per step: before the pass for the places to read, after it for the status.
+Only the positions that are read are projected; the denoiser's last MLP runs there alone too, unless the rule looks at
+hidden states.
+Eager: shapes follow the work; finished rows leave, and where the rule decides before the pass, rows that reveal nothing
+take no part in it.  It launches few kernels (`Recorded`: few tokens pass as one) and waits for the device twice per
+step: before the pass for the places to read, after it for the status.
 Static: the batch keeps its size and positions come in whole chunks, so products round alike whatever is in the batch.
 Compiled, the static pieces go through torch.compile, and on a GPU a step is one CUDA graph per number of chunks.
 """
@@ -10,8 +12,9 @@ Compiled, the static pieces go through torch.compile, and on a GPU a step is one
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +23,7 @@ from unmask import rng
 from unmask.decoding.blocks import block_causal, block_numbers
 from unmask.decoding.cache import Kept
 from unmask.decoding.canvas import Canvas
-from unmask.decoding.confidence import Confidence, confidence, log_probabilities
+from unmask.decoding.confidence import Confidence, confidence, largest, log_probabilities
 from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.policies.rule import Decision, Policy, Step
 from unmask.decoding.recorded import Recorded, Trunk, recordable
@@ -72,7 +75,15 @@ class Stepper:
         self.status_names: tuple[str, ...] = ()
         self.peaks: tuple[Tensor, Tensor] | None = None  # places and largest logits [m], where no more was read
         self.turn, self.drawn_at, self.drawn = 0, 0, torch.empty(0, 0)  # uniforms [b, turns, L + 1] from a turn on
-        self.trunk: Trunk = denoiser.hidden if static or not recordable(denoiser) else Recorded(denoiser)
+        trunk: Trunk = denoiser.hidden
+        self.finish: Callable[[Tensor], Tensor] = lambda states: states  # hidden states of what a pass gives
+        own = recordable(denoiser)
+        if own and hasattr(denoiser, "finish") and not (policy.reads_hidden or policy.shadows):
+            # A derived class may have another `hidden`, and a listener must hear the whole pass: neither is `own`.
+            trunk, self.finish = partial(cast(Any, trunk), finish=False), denoiser.finish
+            if kept is not None:
+                kept.cached = partial(kept.cached, finish=False)
+        self.trunk = trunk if static or not own else Recorded(denoiser, trunk)
         self.locate, self.read, self.settle = self._locate, self._read_into, self._settle
         self.shadow_trunk: Any = getattr(denoiser, "hidden_with", None)
         if compile:
@@ -188,8 +199,9 @@ class Stepper:
         self.forwards += self.passes * len(hidden)
         if not self.chunk:
             self._measure(hidden)
-        split = zip(places.split(self.chunk), states.split(self.chunk), strict=True)  # type: ignore[no-untyped-call]
-        parts = [self._read(canvas, hidden, unguided, part, state, wanted) for part, state in split]
+        read_from = self._at(hidden, unguided, states)
+        split = (each.split(self.chunk) for each in (places, *read_from))  # type: ignore[no-untyped-call]
+        parts = [self._read(canvas, wanted, *part) for part in zip(*split, strict=True)]
         proposed, read = parts[0] if len(parts) == 1 else (torch.cat(each, dim=-1) for each in zip(*parts, strict=True))
         proposal, stats = canvas.tokens.flatten().scatter(0, places, proposed), {}
         self.peaks = None if wanted else (places, read[0])
@@ -235,7 +247,7 @@ class Stepper:
     # --- its parts ----------------------------------------------------------------------------------------------------
 
     def _passes(self, canvas: Canvas, rows: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [b, L, D] of some rows or all, and for guidance those of the same with their prompt masked."""
+        """What a pass gives [b, L, D] for some rows or all, and for guidance for the same with their prompt masked."""
         if self.kept is not None:
             return self.kept.passed(canvas, rows), None
         tokens, response, attention_mask = canvas.tokens, canvas.response, canvas.attention_mask
@@ -268,18 +280,23 @@ class Stepper:
             needed = f"its vocabulary must hold ids up to {int(tokens.max())}, its context {self.length} positions"
             raise UserError(f"the denoiser cannot look these tokens up: {needed}") from error
 
-    def _logits(self, hidden: Tensor, at: Tensor) -> Tensor:
-        """[m, V] at the places `at` [m] of the flattened canvas, from hidden states [b, L, D]."""
-        logits = self.denoiser.logits(hidden.flatten(0, 1).index_select(0, at))
-        if logits.shape != (len(at), self.vocab_size):
-            raise UserError(f"{_LOGITS}, got {_shape(logits)} for M = {len(at)} and V = {self.vocab_size}")
+    def _at(self, hidden: Tensor, unguided: Tensor | None, at: Tensor) -> list[Tensor]:
+        """Hidden states [m, D] at the places `at` [m] of the flattened canvas, of each pass [b, L, D]."""
+        passes = [hidden] if unguided is None else [hidden, unguided]
+        return [self.finish(states.flatten(0, 1).index_select(0, at)) for states in passes]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[m, V] from hidden states [m, D]."""
+        logits = self.denoiser.logits(hidden)
+        if logits.shape != (len(hidden), self.vocab_size):
+            raise UserError(f"{_LOGITS}, got {_shape(logits)} for M = {len(hidden)} and V = {self.vocab_size}")
         return logits
 
     def _measure(self, hidden: Tensor) -> None:
         """Everything that depends on the vocabulary."""
         if not torch.is_tensor(hidden) or hidden.ndim != 3 or hidden.shape[1] != self.length:
             raise UserError(f"the denoiser's `hidden` must be [B, L, D] from tokens [B, L], got {_shape(hidden)}")
-        probe, choice, mask = self.denoiser.logits(hidden[0, :1]), self.choice, self.denoiser.mask_token_id
+        probe, choice, mask = self.denoiser.logits(self.finish(hidden[0, :1])), self.choice, self.denoiser.mask_token_id
         if not torch.is_tensor(probe) or probe.ndim != 2 or len(probe) != 1:
             raise UserError(f"{_LOGITS}, got {_shape(probe)} for M = 1")
         self.policy.check_logits(probe)
@@ -315,18 +332,17 @@ class Stepper:
     def _read(
         self,
         canvas: Canvas,
-        hidden: Tensor,
-        unguided: Tensor | None,
-        at: Tensor,  # [m]: places of the flattened canvas
-        states: Tensor,  # [m]: the same places of the flattened hidden states, which may be those of fewer rows
         wanted: frozenset[str],
+        at: Tensor,  # [m]: places of the flattened canvas
+        hidden: Tensor,  # [m, D]
+        unguided: Tensor | None = None,  # [m, D]
     ) -> tuple[Tensor, Tensor]:
         """The proposal [m] at each place, and what is wanted [K, m] in alphabetical order, or the largest logit [1, m]
         where nothing is."""
         choice = self.choice
-        logits = self._logits(hidden, states)
+        logits = self._logits(hidden)
         if unguided is not None:
-            base, logits = full_precision(self._logits(unguided, states)), full_precision(logits)
+            base, logits = full_precision(self._logits(unguided)), full_precision(logits)
             guided = base + (1 + choice.guidance) * (logits - base)
             logits = torch.where(base == -torch.inf, logits, guided)  # a token that is impossible without the prompt
         if choice.repetition_penalty != 1:
@@ -345,7 +361,7 @@ class Stepper:
         if self.policy.fuses:  # at a sequence's first pass the slot holds another's
             before = torch.where(canvas.index[at // self.length, None] == 0, 0.0, self.previous[kept])
             logits, self.previous[kept] = self.policy.fuse(logits, before)
-        peak, best = logits.max(-1)
+        peak, best = largest(logits)
         proposal = best
         if choice.temperature > 0:
             row = at // self.length
@@ -432,7 +448,7 @@ class Stepper:
         self, canvas: Canvas, hidden: Tensor, unguided: Tensor | None, at: Tensor, proposal: Tensor, values: Tensor
     ) -> None:
         """`_read`, into the room that `_locate` made."""
-        proposal[at], read = self._read(canvas, hidden, unguided, at, at, self.wanted)
+        proposal[at], read = self._read(canvas, self.wanted, at, *self._at(hidden, unguided, at))
         values[:, at] = read.to(values.dtype)
 
     def _decide(self, canvas: Canvas, last: Tensor | None, **seen: Any) -> Decision:
@@ -480,7 +496,8 @@ class Stepper:
         """Decide, write, and say how it stands."""
         if decision is None:
             held_back = canvas.masked & self.choice.is_eos(proposal) if self.choice.eos_last else None
-            decision = self._decide(canvas, last, hidden=hidden, stats=stats, proposal=proposal, held_back=held_back)
+            states = partial(self.finish, hidden)
+            decision = self._decide(canvas, last, states=states, stats=stats, proposal=proposal, held_back=held_back)
         reveal = decision.reveal
         masked = canvas.masked ^ reveal
         tokens = torch.where(reveal, proposal, canvas.tokens)

@@ -6,8 +6,10 @@ Legend: B sequences, L positions, D width, H heads of the queries, K of the keys
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import repeat
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -200,7 +202,9 @@ class Block(nn.Module):
         for write in (self.attention_out, self.down):  # residual branches start small, or depth blows up the stream
             nn.init.normal_(write.weight, std=small_init(D) / (2 * config.layers) ** 0.5)
 
-    def forward(self, x: Tensor, rotary: Rotary, attend: Attend, kept: Kept | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: Rotary, attend: Attend, kept: Kept | None = None, finish: bool = True
+    ) -> Tensor:
         B, L, _ = x.shape
         H, K, _ = self.groups
         qkv = self.query_key_value(self.attention_norm(x)).view(B, L, 1, sum(self.groups), self.head_width)
@@ -216,6 +220,10 @@ class Block(nn.Module):
             key, value = (states.repeat_interleave(H // K, dim=-2) for states in (key, value))
         mixed = attended(query, key, value, attend)
         x = x + self.attention_out(mixed.reshape(B, L, H * self.head_width))
+        return self.finish(x) if finish else x
+
+    def finish(self, x: Tensor) -> Tensor:
+        """x + SwiGLU(norm(x)): of each position [..., D] alone."""
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(silu(gate) * up)
 
@@ -241,7 +249,8 @@ class Backbone(nn.Module):
         if self.positions is not None:
             nn.init.normal_(self.positions.weight, std=small_init(config.width))
 
-    def forward(self, tokens: Tensor, attention_mask: Tensor | Layout | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, attention_mask: Tensor | Layout | None = None, finish: bool = True) -> Tensor:
+        """Without `finish`, what the method of that name makes hidden states of."""
         length, longest = tokens.shape[1], self.config.max_length
         if length > longest and not isinstance(attention_mask, Layout):  # a copy of each position may be in it
             raise UserError(
@@ -259,7 +268,9 @@ class Backbone(nn.Module):
             cos, sin = self.cos[:, :length], self.sin[:, :length]
         else:
             cos, sin = self.cos[0][layout.positions], self.sin[0][layout.positions]
-        return layout.put(self.run(x, cos, sin, layout.attend))
+        if finish:
+            return layout.put(self.run(x, cos, sin, layout.attend))
+        return layout.put(self.through(x, (cos, sin), layout.attend, finish=False))
 
     def at(self, tokens: Tensor, positions: Tensor, attend: Tensor) -> Tensor:
         """As forward, of tokens at these positions [B, L], where i sees j if attend [B, L, L] bool holds at i, j."""
@@ -282,7 +293,9 @@ class Backbone(nn.Module):
         shape = (config.layers, 2, rows, length, config.K, config.E)
         return torch.zeros(shape, dtype=stream_dtype(weight), device=weight.device)
 
-    def cached(self, tokens: Tensor, at: Tensor, sees: Tensor, cache: Tensor, rows: Tensor) -> Tensor:
+    def cached(
+        self, tokens: Tensor, at: Tensor, sees: Tensor, cache: Tensor, rows: Tensor, finish: bool = True
+    ) -> Tensor:
         """Hidden states [r, W, D] of tokens [r, W] at the places `at` [r, W] of the sequences `rows` [r] of a cache.
 
         sees [r, W, L]: the places that each one looks at.  The cache has the keys and values of all of these but those
@@ -292,16 +305,28 @@ class Backbone(nn.Module):
         if self.positions is not None:
             x = x + self.positions(at).to(cache.dtype)
         rotary = self.cos[0][at], self.sin[0][at]
-        for block, states in zip(self.blocks, cache, strict=True):
-            x = block(x, rotary, sees[:, None], Kept(states, rows, at))
-        hidden: Tensor = self.norm(x)
-        return hidden
+        x = self.through(x, rotary, sees[:, None], (Kept(states, rows, at) for states in cache), finish)
+        return self.norm(x) if finish else x
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """The blocks: all that is worth compiling."""
-        for block in self.blocks:
-            x = block(x, (cos, sin), attend)
-        return self.norm(x)
+        return self.norm(self.through(x, (cos, sin), attend))
+
+    def through(
+        self, x: Tensor, rotary: Rotary, attend: Attend, kept: Iterable[Kept | None] = repeat(None), finish: bool = True
+    ) -> Tensor:
+        """The blocks; without `finish`, all but the MLP of the last."""
+        last = self.blocks[-1]
+        for block, states in zip(self.blocks, kept, strict=False):
+            x = block(x, rotary, attend, states, finish or block is not last)
+        return x
+
+    def finish(self, x: Tensor) -> Tensor:
+        """Hidden states [..., D] from a stream [..., D] that is not finished: the last MLP, and the norm.
+
+        Each position is on its own, so that those that nobody reads can be left out.
+        """
+        return self.norm(cast(Block, self.blocks[-1]).finish(x))
 
 
 def small_init(width: int) -> float:

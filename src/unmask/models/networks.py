@@ -66,15 +66,20 @@ class Denoiser(nn.Module):
     def new_cache(self, rows: int, length: int) -> Tensor:
         return self.backbone.new_cache(rows, length)
 
-    def cached(self, tokens: Tensor, at: Tensor, sees: Tensor, cache: Tensor, rows: Tensor) -> Tensor:
-        return self.backbone.cached(tokens, at, sees, cache, rows)
+    def cached(
+        self, tokens: Tensor, at: Tensor, sees: Tensor, cache: Tensor, rows: Tensor, finish: bool = True
+    ) -> Tensor:
+        return self.backbone.cached(tokens, at, sees, cache, rows, finish)
 
-    def hidden(self, tokens: Tensor, attention_mask: Tensor | Layout | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, attention_mask: Tensor | Layout | None = None, finish: bool = True) -> Tensor:
         """Hidden states [B, L, D] of tokens [B, L]: at each position the one that `logits` reads its token from."""
         if self.shift and not isinstance(attention_mask, Layout):
             attention_mask = Layout.of(tokens, attention_mask, stream_dtype(self.backbone.embedding.weight))
-        hidden: Tensor = self.backbone(tokens, attention_mask)
+        hidden: Tensor = self.backbone(tokens, attention_mask, finish)
         return shift_right(hidden, attention_mask) if isinstance(attention_mask, Layout) and self.shift else hidden
+
+    def finish(self, states: Tensor) -> Tensor:
+        return self.backbone.finish(states)
 
     def hidden_with(self, tokens: Tensor, attend: Tensor, positions: Tensor) -> Tensor:
         """[B, L, D] from tokens [B, L] at `positions` [B, L], where i sees j if attend [B, L, L] bool holds at i, j."""

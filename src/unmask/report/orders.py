@@ -194,7 +194,7 @@ def _said(one: Run, canvases: Tensor, response: Tensor) -> tuple[Tensor, Tensor 
                 lambda: torch.empty(0),
                 {"block": current[indices].to(device), "used": used[indices].to(device)},
                 stats={name: torch.where(masked, value, 0.0) for name, value in stats.items()},  # type: ignore[arg-type]
-                hidden=hidden,
+                states=hidden.detach,
             )
             if isinstance(blocks, Blocks):
                 step = blocks.inside(step)[1]

@@ -33,9 +33,14 @@ class Step:
     # From the denoiser's pass; absent for a rule that declares `reads = frozenset()`.
     proposal: Tensor = field(default_factory=lambda: torch.empty(0))  # [b, L]: x_n where the rule may look
     stats: Confidence = field(default_factory=lambda: Confidence())  # [b, L] each: what the rule declares in `reads`
-    hidden: Tensor = field(default_factory=lambda: torch.empty(0))  # [b, L, D]
+    states: Callable[[], Tensor] = lambda: torch.empty(0)  # on call: `hidden`
     log_reveal: Tensor = field(default_factory=lambda: torch.empty(0))  # [b, L]: log p(x_n) when n was revealed
     held_back: Tensor | None = None  # [b, L] bool: masks that wait for all others (`eos_last`); None: nothing
+
+    @property
+    def hidden(self) -> Tensor:
+        """The denoiser's hidden states [b, L, D]."""
+        return self.states()
 
     def offered(self) -> Step:
         """Without the masks that are held back, where there are others."""
@@ -86,6 +91,7 @@ class Policy:
     reads_revealed: ClassVar[bool] = False  # it also looks at what is already revealed: the whole response is projected
     holds_back: ClassVar[bool] = False  # it applies `Step.offered` itself, to a part of the response
     reads_ahead: ClassVar[bool] = False  # inside `blocks` it also looks at the masks of the blocks to come
+    reads_hidden: ClassVar[bool] = False  # it looks at `Step.hidden`: to do so undeclared costs a second last MLP
     shadows: ClassVar[bool] = False  # what it reads where a token stands is what a mask in its place says (`shadows`)
 
     def __init_subclass__(cls) -> None:
@@ -185,6 +191,7 @@ class NetworkPolicy(Policy):
     network: SelectorNetwork
     price: float = 0.0  # of a step; 0: the lowest that the network was trained for
     reads = FEATURES
+    reads_hidden = True
 
     def check(self, max_steps: int, num_response: Tensor) -> None:
         T, prices = self.network.budget, self.network.prices

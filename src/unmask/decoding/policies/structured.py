@@ -58,7 +58,7 @@ class Blocks(Policy):
             "give one that is no blocks, needs no network of other blocks and, unless it re-masks, reads masks only"
         )
         require(inside, f"blocks cannot hold {self.inner.name}: {wanted}")
-        for name in ("remasks", "reads_revealed", "shadows"):
+        for name in ("remasks", "reads_revealed", "reads_hidden", "shadows"):
             object.__setattr__(self, name, getattr(self.inner, name))
 
     @property
