@@ -34,6 +34,12 @@ def test_only_a_denoiser_that_says_so_is_recorded():
         assert not recordable(denoiser)  # replayed, it would tell its listeners nothing
         listening.remove()
     assert recordable(denoiser)
+    own, prompts = denoiser.hidden, torch.full((2, 3), 50)
+    truth = generate(denoiser, prompts, "margin", 2).tokens
+    denoiser.hidden = lambda tokens, attention_mask=None: own(tokens, attention_mask)  # and knows no `finish`
+    assert not recordable(denoiser)
+    assert torch.equal(generate(denoiser, prompts, "margin", 2).tokens, truth)
+    del denoiser.hidden
 
     class Quantised(torch.nn.Parameter):
         """Computes by kernels of its own, and has no address."""

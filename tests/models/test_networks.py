@@ -1,5 +1,6 @@
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -77,6 +78,16 @@ def test_finished_where_it_is_read_it_is_the_hidden_state():
         for finish in (True, False)
     ]
     torch.testing.assert_close(denoiser.finish(cached[1]), cached[0], rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_compiled_a_pass_is_one_program():
+    """What the compiler cannot follow it would leave to Python without a word."""
+    denoiser, tokens = Denoiser(TRUNK, V), torch.full((2, 8), V)
+    for hidden in (denoiser.hidden, partial(denoiser.hidden, finish=False)):
+        torch._dynamo.reset()
+        compiled = torch.compile(hidden, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(tokens, None), hidden(tokens, None))
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ def largest(logits: Tensor, size: int = 256) -> tuple[Tensor, Tensor]:
     whole, rest = logits[:, : V - V % size].view(m, V // size, size), logits[:, None, -size:]  # which may overlap
     peaks = torch.cat([whole.amax(-1), rest.amax(-1)], dim=-1)
     start = (peaks.argmax(-1, keepdim=True) * size).clamp(max=V - size)  # of the leftmost piece that holds it
-    peak, place = logits.gather(-1, start + torch.arange(size)).max(-1)
+    peak, place = logits.gather(-1, start + torch.arange(size, device=start.device)).max(-1)
     return peak, start[:, 0] + place
 
 

@@ -16,10 +16,12 @@ FEW = 2048  # tokens of a pass that keeps the host busier than the device
 def recordable(denoiser: Any) -> bool:
     """Whether a pass launches the same kernels whatever the tokens, and nobody listens to what its modules compute.
 
-    A denoiser's class must say so itself: a derived one may do something else, and so may weights that are no ordinary
-    parameters, such as quantised ones.
+    A denoiser's class must say so itself: a derived one may do something else, and so may a method that was replaced,
+    and weights that are no ordinary parameters, such as quantised ones.
     """
     if not vars(type(denoiser)).get("same_kernels", False) or not isinstance(denoiser, nn.Module):
+        return False
+    if {"hidden", "cached", "finish"} & vars(denoiser).keys():
         return False
     if any(type(weight) is not nn.Parameter for weight in denoiser.parameters()):
         return False

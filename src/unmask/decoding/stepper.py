@@ -550,7 +550,7 @@ class Stepper:
         self._set(canvas, "masked", masked)
         if self.skips:
             needed = reveal.any(-1)
-            if self.policy.reads:  # all but those that the last step leaves nothing to reveal
+            if self.wanted:  # all but those that the last step leaves nothing to reveal
                 needed = canvas.live if last is None else canvas.live & (needed | ~last[:, 0])
             self._set(canvas, "passes", canvas.passes + needed)
         self._set(canvas, "index", canvas.index + (canvas.live if self.static else 1))

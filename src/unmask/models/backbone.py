@@ -6,9 +6,8 @@ Legend: B sequences, L positions, D width, H heads of the queries, K of the keys
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import NamedTuple, cast
 
 import torch
@@ -305,7 +304,7 @@ class Backbone(nn.Module):
         if self.positions is not None:
             x = x + self.positions(at).to(cache.dtype)
         rotary = self.cos[0][at], self.sin[0][at]
-        x = self.through(x, rotary, sees[:, None], (Kept(states, rows, at) for states in cache), finish)
+        x = self.through(x, rotary, sees[:, None], [Kept(states, rows, at) for states in cache], finish)
         return self.norm(x) if finish else x
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
@@ -313,12 +312,12 @@ class Backbone(nn.Module):
         return self.norm(self.through(x, (cos, sin), attend))
 
     def through(
-        self, x: Tensor, rotary: Rotary, attend: Attend, kept: Iterable[Kept | None] = repeat(None), finish: bool = True
+        self, x: Tensor, rotary: Rotary, attend: Attend, kept: Sequence[Kept] | None = None, finish: bool = True
     ) -> Tensor:
         """The blocks; without `finish`, all but the MLP of the last."""
-        last = self.blocks[-1]
-        for block, states in zip(self.blocks, kept, strict=False):
-            x = block(x, rotary, attend, states, finish or block is not last)
+        last = len(self.blocks) - 1
+        for layer, block in enumerate(self.blocks):
+            x = block(x, rotary, attend, None if kept is None else kept[layer], finish or layer < last)
         return x
 
     def finish(self, x: Tensor) -> Tensor:
