@@ -477,7 +477,8 @@ medians of neighbouring pairs.
 
 - **Plain loop**: what LLaDA's and dLLM's samplers do: full [B, L, V] logits, a float32 log-softmax, a top-k per row and
   step. Its random draws cost it nothing. **LLaDA's generate.py**: its authors' sampler on the same weights.
-- **Trunk**: a denoiser's pass without its projection to the vocabulary, which no decoder can avoid.
+- **Trunk**: a denoiser's pass without its projection to the vocabulary. The engine runs the last MLP only where it
+  reads.
 - `eager`: both eager. `compiled`: the loop's model under torch.compile, the engine with `compile=True` (on a GPU one
   CUDA graph per step). `shipped`: the engine so, the loop eager. `graphs`: the loop's model in "reduce-overhead" mode.
 - **Peak memory** is that of the first call and includes the weights.
