@@ -457,10 +457,11 @@ def line(texts: list[str]) -> str:
 INTRODUCTION = """# Decoding speed
 
 **Verdict.** Against LLaDA's own sampler, as its authors ship it, the engine is 1.3 to 2.3 times as fast eagerly on a
-GPU and 1.1 to 1.7 times on a CPU. With `compile=True` on a GPU it is 2.0 to 2.4 times as fast in batches, and 1.9 to
-7.6 times at batch 1. Missed: 1.1 and 1.8 on the CPU, by 0.03 and 0.06; 2 on `h200-wide`, by 0.01; and 6 on
-`h200-wide-one`, where the trunk alone takes 0.7 ms of the sampler's 2.4. The 7.6 of `h200-one` is against a sampler
-that took 6.2 ms per step; in the eager run it took 4.5, and against that it would be 5.6.
+GPU and 1.1 to 1.5 times on a CPU. With `compile=True` on a GPU it is 2.0 to 2.4 times as fast in batches, and 1.9 to
+7.6 times at batch 1. Missed: 1.8 on `cpu`, by 0.26 (median of five runs; the trunk and the masks' projection alone
+allow 1.5 to 1.8, depending on how fast the CPU multiplies just then); 2 on `h200-wide`, by 0.01; and 6 on `h200-wide-
+one`, where the trunk alone takes 0.7 ms of the sampler's 2.4. The 7.6 of `h200-one` is against a sampler that took 6.2
+ms per step; in the eager run it took 4.5, and against that it would be 5.6.
 
 Written by `python benchmarks/decode.py table` from the records in `results/decode/`, which these commands made:
 
@@ -489,9 +490,9 @@ medians of neighbouring pairs.
 
 CLOSING = """
 The engine projects to the vocabulary only where the rule reads (masked positions of unfinished sequences), in chunks:
-[B, L, V] never exists. The last layer's MLP runs there alone too, unless the rule looks at hidden states (all records
-are from before that). At batch 1 an eager step is bound by kernel launches: so a pass is replayed as one CUDA graph
-(the records against the plain loop are from before that).
+[B, L, V] never exists. The last layer's MLP runs there alone too, unless the rule looks at hidden states (the GPU
+records are from before that). At batch 1 an eager step is bound by kernel launches: so a pass is replayed as one CUDA
+graph (the records against the plain loop are from before that).
 
 `same_tokens` in the records is the share of tokens that agree: all in float64; in float32 all but those that follow two
 scores within 1e-5 of each other (`check` fails otherwise). In compiled bfloat16 a few differ from the plain loop's,
