@@ -456,12 +456,11 @@ def line(texts: list[str]) -> str:
 
 INTRODUCTION = """# Decoding speed
 
-**Verdict.** Against LLaDA's own sampler, as its authors ship it, the engine is 1.3 to 2.3 times as fast eagerly on a
-GPU and 1.1 to 1.5 times on a CPU. With `compile=True` on a GPU it is 2.0 to 2.4 times as fast in batches, and 1.9 to
-7.6 times at batch 1. Missed: 1.8 on `cpu`, by 0.27 (median of five runs; a step of nothing but the trunk would have
-1.6 to 2.1); 2 on `h200-wide`, by 0.01; and 6 on `h200-wide-one`, where the trunk alone takes 0.7 ms of the sampler's
-2.4. The 7.6 of `h200-one` is against a sampler that took 6.2 ms per step; in the eager run it took 4.5, and against
-that it would be 5.6.
+**Verdict.** Against LLaDA's own sampler, as its authors ship it, the engine is 1.3 to 2.2 times as fast eagerly on a
+GPU and 1.1 to 1.5 times on a CPU. With `compile=True` on a GPU it is 2.4 to 2.5 times as fast in batches, and 2.0 to
+10.2 times at batch 1. Missed: 1.8 on `cpu`, by 0.27 (median of five runs; a step of nothing but the trunk would have
+1.6 to 2.1); and 6 on `h200-wide-one`, where the trunk alone takes 0.7 ms of the sampler's 2.4. The 10.2 of `h200-one`
+is against a sampler that took 8.8 ms per step; in the eager run it took 4.8, and against that it would be 5.6.
 
 Written by `python benchmarks/decode.py table` from the records in `results/decode/`, which these commands made:
 
