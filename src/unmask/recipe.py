@@ -161,8 +161,7 @@ class OrderRecipe(Optimisation):
     prices: tuple[float, ...] = ()
     start: Literal["iid", "threshold"] = "iid"  # the rule from which the selector starts
     spread: float = 0.0  # of the selector's logits at the start, where positions look alike
-    least_budget: int = 0  # with prices, budgets are drawn from this to `budget`, small ones more often
-    full_budget: float = 0.5  # ... for all but this part of the sequences, which have `budget`
+    least_budget: int = 0  # with prices, half of the sequences have a budget between this and `budget`
     reward: bool = False  # learn from whether the answer is valid, not from the likelihood
     temperature: float = 1.0  # of the tokens that are written for a reward; 0: greedy
     reference_weight: float = 0.0  # of the KL from the rule of `start`, as in UPO; 0: none
@@ -190,8 +189,7 @@ class OrderRecipe(Optimisation):
         if self.teacher:
             parse_teacher(self.teacher)
         _check_range(self, 0, "spread", "least_budget", "reference_weight")
-        _check_range(self, 0, "full_budget", high=1)
-        own = ("prices", "start", "spread", "least_budget", "full_budget", "reward", "temperature", "reference_weight")
+        own = ("prices", "start", "spread", "least_budget", "reward", "temperature", "reference_weight")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         if self.posterior == "scorer" and (given := [name for name in own if getattr(self, name) != defaults[name]]):
             raise UserError(f"{given[0]} is for posterior = 'selector': set that, or leave it out")

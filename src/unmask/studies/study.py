@@ -8,7 +8,7 @@ learned_tried          further ways, evaluated on the first split only
 bf16                   evaluate with the denoiser's trunk in bfloat16
 [[train]]              a run per seed: `recipe` with the overrides `set`, from the run that `start` names (if that has
                        the same seeds: from the one of the same seed); a joint order is compared with the run that
-                       `baseline` names, or with one that it trains itself; `splits`: the only ones it is evaluated on
+                       `baseline` names, or with one that it trains itself
 [[evaluate]]           a held-out split: every order, and every heuristic at the steps that the orders take; with
                        `curve = true` the sweep of `unmask evaluate --curve` instead, with `steps` as the caps; with
                        `task` only the runs of that task
@@ -72,7 +72,6 @@ class Training:
     baseline: str = ""  # of a joint order: the name of an earlier training, which is its denoiser trained further
     set: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()  # none: the recipe's own
-    splits: tuple[str, ...] = ()  # the only ones on which it is evaluated; none: all
 
     def runs(self) -> list[tuple[str, list[str]]]:
         """The name of each run, and what its seed overrides."""
@@ -250,7 +249,6 @@ class Reproduction:
         """Orders first: the heuristics run at the steps that these take."""
         study, first = self.study, split == self.study.evaluate[0]
         runs = [run for run in runs if split.task in ("", self.runs[run].recipe.task["name"])]
-        runs = [run for run in runs if split.split in (self.runs[run].training.splits or [split.split])]
         budgets = {run: order.budget for run in runs if (order := self.runs[run].recipe.order) is not None}
         rivals_of = {order: self.runs[order].training.baseline or self._denoiser_of(order) for order in budgets}
         elsewhere = tuple(order for order in budgets if rivals_of[order] != order)

@@ -242,8 +242,8 @@ class _Training:
             checker, temperature = self.task if how.reward else None, how.temperature
             least = how.least_budget or how.budget
             objective = SelfObjective(
-                model, how.trajectories, least, seed, full_budget=how.full_budget, checker=checker,
-                temperature=temperature, reference_weight=how.reference_weight, **shared,
+                model, how.trajectories, least, seed, checker=checker, temperature=temperature,
+                reference_weight=how.reference_weight, **shared,
             )  # fmt: skip
         else:
             baselines: dict[str, Baseline] = {

@@ -42,8 +42,8 @@ class Orders(NamedTuple):
 class SelfObjective(nn.Module):
     """-J_lambda in nats per token (`variational.self_posterior`); with a `checker`, -(valid - lambda steps).
 
-    Every sequence has a price, log-uniform in the selector's range, and a budget, which its k trajectories share: T for
-    the part `full_budget` of them, for the others log-uniform, P(b) ~ log(1 + 1/b) for b in {least_budget, ..., T}.
+    Every sequence has a price, log-uniform in the selector's range, and a budget: T for one half of them, for the
+    others uniform in {least_budget, ..., T}.  Its k trajectories share both.
     checker: the task that judges the tokens, which are then the denoiser's own, chosen at `temperature`.  All k
     trajectories share the draws of their tokens.
     On a block-causal denoiser all this is about one block of each sequence, given those before it (`one_block`).
@@ -62,7 +62,6 @@ class SelfObjective(nn.Module):
         least_budget: int,
         seed: int,
         *,
-        full_budget: float = 0.5,
         checker: Task | None = None,
         temperature: float = 1.0,
         reference_weight: float = 0.0,
@@ -72,7 +71,7 @@ class SelfObjective(nn.Module):
         super().__init__()
         assert model.selector is not None
         self.model, self.budget, self.least_budget = model, model.selector.budget, least_budget
-        self.trajectories, self.seed, self.full_budget = trajectories, seed, full_budget
+        self.trajectories, self.seed = trajectories, seed
         self.checker, self.choice, self.learn_denoiser = checker, TokenChoice(temperature), learn_denoiser
         self.reference_weight = reference_weight
         self.register_buffer("seed_word", torch.tensor(seed), persistent=False)
@@ -126,9 +125,9 @@ class SelfObjective(nn.Module):
     def _budgets(self, ids: Tensor) -> Tensor:
         """[B]."""
         assert self.model.selector is not None
-        most, least, drawn = self.budget, self.least_budget, 1 - self.full_budget
+        most, least = self.budget, self.least_budget
         u = uniforms(self.seed, Purpose.BUDGET, ids, dtype=torch.float64)
-        return torch.where(u < drawn, least * ((most + 1) / least) ** (u / drawn), most).long().clamp(max=most)
+        return torch.where(u < 0.5, least + ((most - least + 1) * 2 * u).long(), most)
 
     def orders(self, examples: Examples, ids: Tensor, budget: Tensor, price: Tensor) -> Orders:
         """k trajectories of each example [B], with `budget` [B] steps at most, at `price` [B].
