@@ -489,9 +489,9 @@ medians of neighbouring pairs.
 
 CLOSING = """
 The engine projects to the vocabulary only where the rule reads (masked positions of unfinished sequences), in chunks:
-[B, L, V] never exists. The last layer's MLP runs there alone too, unless the rule looks at hidden states (the GPU
-records are from before that). At batch 1 an eager step is bound by kernel launches: so a pass is replayed as one CUDA
-graph (the records against the plain loop are from before that).
+[B, L, V] never exists. The last layer's MLP runs there alone too, unless the rule looks at hidden states. At batch 1
+an eager step is bound by kernel launches: so a pass is replayed as one CUDA graph. On the GPU, the records against the
+plain loop are from before both, and `compiled` ones against LLaDA's sampler from before the first.
 
 `same_tokens` in the records is the share of tokens that agree: all in float64; in float32 all but those that follow two
 scores within 1e-5 of each other (`check` fails otherwise). In compiled bfloat16 a few differ from the plain loop's,
