@@ -3,7 +3,7 @@
     python benchmarks/train.py cpu                 in a few minutes on this machine
     python benchmarks/train.py h200-30m h200-170m  the published cases, on one GPU
     python benchmarks/train.py h200-30m --growth   how an order step grows with k, N and T, and with the time t
-    python benchmarks/train.py h200-30m --self     the selector as its own posterior: rollouts, twice as many sequences
+    python benchmarks/train.py h200-30m --self     the selector as its own posterior: 1,024 rollouts, or --rollouts N
     python benchmarks/train.py h200-30m --self --profile  where its time goes
     python benchmarks/train.py table               results/train/tables.md from the records beside it
 
@@ -334,10 +334,11 @@ def trunk_operations(shape: BackboneConfig, lengths: Tensor, steps: Tensor) -> f
     return float((passes * (2 * shape.num_weights() * lengths + attention)).sum())
 
 
-def self_case(name: str, run: Path | None) -> tuple[Case, Task, OrderModel]:
-    """The case with T = 10 and twice the sequences (on the CPU 16), its task, and a model with the denoiser."""
+def self_case(name: str, run: Path | None, rollouts: int | None) -> tuple[Case, Task, OrderModel]:
+    """The case with T = 10, its task, and a model with the denoiser."""
     case = CASES[name]
-    case = replace(case, budget=SELF_BUDGET, sequences=2 * case.sequences if case.device == "cuda" else 16)
+    usual = 2 * case.sequences if case.device == "cuda" else 16
+    case = replace(case, budget=SELF_BUDGET, sequences=rollouts or usual)
     if run is None:
         return case, Drawn(case), build(case)
     model, _, _, task = load_run(run)
@@ -388,10 +389,10 @@ def passes_seconds(case: Case, objective: SelfObjective, task: Task, accelerator
 
 
 def self_objectives(
-    name: str, run: Path | None
+    name: str, run: Path | None, rollouts: int | None
 ) -> Iterator[tuple[str, Case, Task, Counted, PlainRollouts, Accelerator]]:
     """For the likelihood and for the reward: the objective, and its plain form on the same weights."""
-    case, task, found = self_case(name, run)
+    case, task, found = self_case(name, run, rollouts)
     accelerator = accelerator_of(case)
     for what, prices in PRICES.items():
         model = with_selector(case, found, prices, run is not None)
@@ -404,9 +405,9 @@ def self_objectives(
         yield what, case, task, Counted(*settings, **options, compile=case.device == "cuda"), plain, accelerator
 
 
-def measure_self(name: str, run: Path | None) -> Iterator[dict[str, Any]]:
+def measure_self(name: str, run: Path | None, rollouts: int | None) -> Iterator[dict[str, Any]]:
     """An update with the likelihood, and one with the reward."""
-    for what, case, task, objective, plain, accelerator in self_objectives(name, run):
+    for what, case, task, objective, plain, accelerator in self_objectives(name, run, rollouts):
         plain_seconds = passes_seconds(case, plain, task, accelerator)
         model, batch = objective.model, case.sequences // case.trajectories
         assert model.selector is not None
@@ -433,9 +434,9 @@ def measure_self(name: str, run: Path | None) -> Iterator[dict[str, Any]]:
         }
 
 
-def profile_self(name: str, run: Path | None) -> None:
+def profile_self(name: str, run: Path | None, rollouts: int | None) -> None:
     """Print host and device time of the parts of an update, and the operations that take most of either."""
-    for what, case, task, objective, _, accelerator in self_objectives(name, run):
+    for what, case, task, objective, _, accelerator in self_objectives(name, run, rollouts):
         model, updates, warm = objective.model, 5, 40 if case.device == "cuda" else 1
         parts: list[tuple[Any, str]] = [
             *((self_posterior, part) for part in ("with_layout", "read_denoiser", "scatter", "estimate_self")),
@@ -641,10 +642,11 @@ def main() -> None:
     parser.add_argument("--growth", action="store_true", help="how an order step grows with k, N and T instead")
     parser.add_argument("--self", action="store_true", help="updates of the selector as its own posterior instead")
     parser.add_argument("--run", type=Path, help="with --self: the denoiser and the task of this run")
+    parser.add_argument("--rollouts", type=int, help="with --self: per update; a multiple of 8 [1024; on a CPU 16]")
     parser.add_argument("--profile", action="store_true", help="with --self: where the time goes, and no records")
     arguments = parser.parse_args()
-    if (arguments.run or arguments.profile) and not arguments.self:
-        parser.error("--run and --profile go with --self")
+    if (arguments.run or arguments.rollouts or arguments.profile) and not arguments.self:
+        parser.error("--run, --rollouts and --profile go with --self")
     for name in arguments.cases:
         if name == "table":
             write_page()
@@ -652,9 +654,9 @@ def main() -> None:
         if CASES[name].device == "cuda" and not torch.cuda.is_available():
             parser.error(f"{name} needs a CUDA device: run `python benchmarks/train.py cpu` here")
         if arguments.profile:
-            profile_self(name, arguments.run)
+            profile_self(name, arguments.run, arguments.rollouts)
             continue
-        rows = measure_self(name, arguments.run) if arguments.self else None
+        rows = measure_self(name, arguments.run, arguments.rollouts) if arguments.self else None
         for row in rows or (measure_growth if arguments.growth else measure)(name):
             print(json.dumps(row), flush=True)
 

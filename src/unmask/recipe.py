@@ -208,10 +208,6 @@ class OrderRecipe(Optimisation):
                 raise UserError(f"least_budget = {self.least_budget} must be at most budget = {self.budget}")
             if self.temperature != defaults["temperature"] and not self.reward:
                 raise UserError("temperature is that of the tokens written for a reward: set reward, or leave it out")
-            if self.reward and self.denoiser_rate:
-                raise UserError(
-                    "a reward teaches the order only, so denoiser_rate has no effect: set it to 0, or reward to false"
-                )
             require(self.selector_rate > 0, "selector_rate is 0: no order would be learned")
         if self.continued and self.denoiser_rate == 0:
             raise UserError("continued is for denoiser_rate > 0: the rivals of a frozen order run on its own denoiser")

@@ -110,6 +110,24 @@ def test_a_denoiser_that_learns_along_gets_the_gradient_of_what_was_gained(monke
     torch.testing.assert_close(found, torch.autograd.grad(expected, weights))
 
 
+def test_beside_a_reward_the_denoiser_learns_the_true_tokens_on_the_states_of_its_order():
+    model, batch, u = model_of(), examples(), torch.tensor([0.1, 0.5, 0.9])
+    objective = SelfObjective(model, K, BUDGET, SEED, checker=FixedTask(batch), temperature=0.0, learn_denoiser=True)
+    weights = list(model.denoiser.parameters())
+    found = torch.autograd.grad(objective(batch, IDS, u).loss, weights)
+    drawn = objective.orders(batch, IDS, objective._budgets(IDS), prices_of(u))
+    assert (drawn.tokens[:, 0] != batch.tokens)[batch.response].any(), "it wrote something else"
+    at, steps = drawn.revealed_at[:, 0], drawn.holds_mask[..., 0].sum(0)
+    index = (steps * uniforms(SEED, Purpose.STATE, IDS, dtype=torch.float64)).long()
+    earned = []
+    for row, real in enumerate(batch.attention_mask):
+        tokens, masked = batch.tokens[row][real], (at[row] >= index[row])[real]
+        hidden = model.denoiser.hidden(torch.where(masked, 3, tokens)[None])
+        log_mu = model.denoiser.logits(hidden)[0].log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        earned.append(steps[row] * log_mu[(at[row] == index[row])[real]].sum())
+    torch.testing.assert_close(found, torch.autograd.grad(-torch.stack(earned).mean(), weights))
+
+
 def prices_of(u):
     return (math.log(PRICES[0]) + u.double() * math.log(PRICES[1] / PRICES[0])).exp().float()
 
@@ -279,7 +297,6 @@ def test_one_token_per_step(tmp_path, posterior):
         ("order.least_budget=9 order.prices=[1.0,2.0]", "least_budget = 9 must be at most budget = 2"),
         ("order.prices=[1.0,2.0]", "give least_budget too, such as 2, or leave prices out$"),
         ("order.prices=[2.0,1.0] order.least_budget=2", "prices must be two"),
-        ("order.reward=true order.denoiser_rate=0.1", "a reward teaches the order only"),
         ("order.temperature=0.0", "set reward, or leave it out"),
         ("order.selector_rate=0.0", "selector_rate is 0: no order would be learned"),
         ("order.scorer_rate=0.1", "scorer_rate has no effect"),

@@ -50,7 +50,8 @@ class SelfObjective(nn.Module):
     reference_weight: of the KL from the selector's start, f = 0, which is a rule; 0: none.
 
     The selector's graph is recomputed step by step in the backward pass: only what it reads is kept.
-    learn_denoiser: it learns from one of the states that each sequence visits, S g_t for t uniform among S steps.
+    learn_denoiser: it learns from one of the states that each sequence visits, S g_t for t uniform among S steps.  With
+    a checker too, in nats: the true tokens take the place of those that were written.
     """
 
     seed_word: Tensor
