@@ -7,13 +7,13 @@
                           [B, L, V] at every step, the most probable token of the most certain position; N steps
     plain, threshold      the same, but all positions with c_n >= c*, and the rest at the last of the steps that are
                           allowed; a batch ends when its last row is finished
-    engine, threshold     `Engine` with the same rule: a finished row makes room for the next problem; compiled on a GPU
+    engine, threshold     `Engine` with the same rule: a finished row makes room for the next problem
     engine, learned       the same with the order of the run at a price, read greedily; left out if it has none
 
 Each way gets the setting that evaluates the fewest rows on the dev split among those that solve no fewer problems there
-than the first way.  Then all are timed in turn on the same problems of another split, after a warm-up: from prompts on
-the host to tokens on the host; checking the answers is left out.  The plain loop is eager; the trunk is bfloat16 for
-all where the run's recipe says so.
+than the first way; on a GPU the engine is compiled if it is faster there.  Then all are timed in turn on the same
+problems of another split, after a warm-up: from prompts on the host to tokens on the host; checking the answers is left
+out.  The plain loop is eager; the trunk is bfloat16 for all where the run's recipe says so.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ class Way:
     name: str
     settings: Sequence[Setting]
     make: Callable[[Setting, bool], Write]  # from a setting, compiled or not
+    can_compile: bool = True
 
 
 def ways(
@@ -126,8 +127,8 @@ def ways(
     caps = sorted({min(cap, max_steps) for cap in CAPS})
     rules = [Setting(c, cap) for c in thresholds for cap in caps]
     found = [
-        Way("plain, one token", [Setting(math.inf, max_steps)], plain),
-        Way("plain, threshold", rules, plain),
+        Way("plain, one token", [Setting(math.inf, max_steps)], plain, can_compile=False),
+        Way("plain, threshold", rules, plain, can_compile=False),
         Way("engine, threshold", rules, partial(with_rule, denoiser, Threshold)),
     ]
     if selector is not None:
@@ -165,23 +166,42 @@ def choose(way: Way, task: Task, examples: Examples, least: float) -> Choice:
     return Choice(way, setting, accuracy, enough)
 
 
+class Timed(NamedTuple):
+    seconds: float
+    out: Written
+
+
+def timed(write: Write, examples: Examples) -> Timed:
+    started = time.perf_counter()
+    out = write(examples)
+    return Timed(time.perf_counter() - started, out)
+
+
+def warm(choice: Choice, examples: Examples, batch: int, modes: Sequence[bool]) -> tuple[Write, bool]:
+    """The way with its setting, warmed up, and whether it is compiled: of `modes` the faster on these examples."""
+    few = examples.rows(torch.arange(min(len(examples), 2 * batch + 1)))  # so many that rows are exchanged
+    found = []
+    for compiled in modes:
+        write = choice.way.make(choice.setting, compiled)
+        write(few)
+        found.append((min(timed(write, examples).seconds for _ in range(2)), compiled, write))
+        print(f"dev: {choice.way.name:>20} {'compiled' if compiled else 'eager'} {found[-1][0]:.3f} s", flush=True)
+    _, compiled, write = min(found, key=lambda each: each[0])
+    return write, compiled
+
+
 def measure(
-    choices: Sequence[Choice], task: Task, examples: Examples, batch: int, repeats: int
+    choices: Sequence[Choice], task: Task, dev: Examples, examples: Examples, batch: int, repeats: int
 ) -> list[dict[str, Any]]:
     """A record for each way; times are medians, and the fastest and the slowest."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    writes = [choice.way.make(choice.setting, device == "cuda") for choice in choices]
-    for write in writes:  # as long as rows are exchanged, and with some to spare
-        write(examples.rows(torch.arange(min(len(examples), 2 * batch + 1))))
-    outs, seconds = [], []
-    for _ in range(repeats):
-        for write in writes:
-            started = time.perf_counter()
-            outs.append(write(examples))
-            seconds.append(time.perf_counter() - started)
+    modes = [False, True] if torch.cuda.is_available() else [False]
+    writes, compiled = zip(
+        *(warm(choice, dev, batch, modes if choice.way.can_compile else [False]) for choice in choices), strict=True
+    )
+    runs = [timed(write, examples) for _ in range(repeats) for write in writes]
     rows, first = [], 0.0
     for place, choice in enumerate(choices):
-        out, times = outs[place], seconds[place :: len(choices)]
+        out, times = runs[place].out, [run.seconds for run in runs[place :: len(choices)]]
         right = int(task.valid(out.tokens, examples).sum())
         speed, share = [len(examples) / each for each in times], right / len(examples)
         solved = [share * each for each in speed]
@@ -191,6 +211,7 @@ def measure(
                 "way": choice.way.name,
                 "setting": None if math.isinf(choice.setting.value) else choice.setting.value,
                 "max_steps": choice.setting.max_steps,
+                "compiled": compiled[place],
                 "accuracy": round(share, 5),
                 "mean_steps": round(float(out.steps.double().mean()), 4),
                 "rows_evaluated": out.rows,
@@ -234,7 +255,7 @@ def main() -> None:
     parser.add_argument("--price", type=float, action="append", help="to choose from; may be repeated")
     parser.add_argument("--dev", default="new-numbers-dev", help="the split to choose on")
     parser.add_argument("--split", default="new-numbers", help="the split to time on")
-    parser.add_argument("--problems", type=int, default=1000, help="of each split")
+    parser.add_argument("--problems", type=int, default=1000, help="to time; to choose on, as many where there are")
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="add the records to this file, one object per line")
@@ -243,7 +264,6 @@ def main() -> None:
     try:
         model, plain, recipe, task = load_run(options.run)
         dev, task = task.on_split(options.dev), task.on_split(options.split)
-        check_examples(dev, options.problems)
         check_examples(task, options.problems)
     except UserError as error:
         parser.error(str(error))
@@ -253,8 +273,8 @@ def main() -> None:
         return HalfTrunk(denoiser) if half else denoiser
 
     model, plain = model.to(device), plain.to(device)
-    ids = torch.arange(options.problems)
-    to_choose, to_time = dev.examples(ids, "test"), task.examples(ids, "test")
+    to_time = task.examples(torch.arange(options.problems), "test")
+    to_choose = dev.examples(torch.arange(min(options.problems, dev.test_examples or options.problems)), "test")
     all_ways = ways(
         used(plain.denoiser),
         used(model.denoiser),
@@ -267,7 +287,7 @@ def main() -> None:
     )
     first = choose(all_ways[0], dev, to_choose, 0.0)
     choices = [first, *(choose(way, dev, to_choose, first.accuracy) for way in all_ways[1:])]
-    rows = measure(choices, task, to_time, options.batch, options.repeats)
+    rows = measure(choices, task, to_choose, to_time, options.batch, options.repeats)
     print(table(rows), flush=True)
     about = {"run": options.run.name, "task": task.name, "split": options.split, "num_examples": options.problems}
     about |= {"batch": options.batch, "precision": "bf16" if half else "no", "repeats": options.repeats}

@@ -124,6 +124,28 @@ def test_the_setting_with_the_fewest_rows_that_is_right_often_enough():
     assert chosen(1.1).setting.value == 0.3
 
 
+@pytest.mark.parametrize(("eager", "compiled"), [(1.0, 2.0), (2.0, 1.0)])
+def test_a_way_is_compiled_if_that_is_faster(monkeypatch, eager, compiled):
+    """Not counting the warm-up, in which a compiled one is slower."""
+    clock = [0.0]
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
+
+    def make(setting, is_compiled):
+        calls = []
+
+        def write(examples):
+            clock[0] += (9.0 if not calls else compiled) if is_compiled else eager
+            calls.append(len(examples))
+            return throughput.Written(examples.tokens, torch.ones(3), 3)
+
+        return write
+
+    choice = throughput.Choice(throughput.Way("some", [], make), throughput.Setting(0.9, 4), 1.0, True)
+    write, is_compiled = throughput.warm(choice, EXAMPLES, 1, [False, True])
+    assert is_compiled == (compiled < eager)
+    assert throughput.timed(write, EXAMPLES).seconds == 1.0
+
+
 def test_puzzles_are_compared_at_equal_mean_steps():
     """Not only at the cap T: here a threshold that runs on is better than the order, in fewer steps."""
     puzzles = load("puzzles")
