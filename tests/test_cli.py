@@ -890,17 +890,46 @@ def test_the_exact_denoiser_of_a_run_has_its_own_records(chain, call, refused, t
     assert "data-orders" in (run / "exact" / "report.html").read_text(), "nothing is left out"
     for options in ([], ["--curve"]):
         said = refused("evaluate", run, "--exact-denoiser", "--policy", "learned", *options)
-        assert "learned reads the hidden states of the denoiser that it was learned on" in said
+        assert "learned was learned on a network, and does not run on the exact denoiser: leave it out" in said
     code, _, err = call("train", chain, "--out", run, "--force")
     assert code == 0, err
     assert not (run / "exact").exists(), "it goes with its run"
 
 
-def test_the_exact_denoiser_of_a_recipe(base, chain, call, refused, tmp_path):
+def test_an_order_of_the_exact_denoiser_runs_there_and_on_another(chain, call, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert call("train", chain, "--out", "network")[0] == 0
+    recipe = re.sub(r"\[(model.scorer|denoise)\][^[]*", "", chain.read_text())
+    recipe = re.sub(r"\[model\][^[]*", '[model]\ndenoiser = "exact"\n', recipe)
+    (tmp_path / "exact.toml").write_text(recipe.replace("[order]", '[order]\nposterior = "selector"'))
+    assert call("train", "exact.toml", "--out", "run")[0] == 0
+    code, text, err = call("evaluate", "run", "--exact-denoiser", "--policy", "learned")
+    assert code == 0, err
+    assert "Every rule runs on the exact posterior of the task" in " ".join(text.split())
+    code, text, err = call("evaluate", "run", "--denoiser", "network", "--any-denoiser")
+    assert code == 0, err
+    assert "The order was learned on another denoiser (`--any-denoiser`); every rule" in " ".join(text.split())
+    assert call("report", "run")[0] == 0
+    page = html.unescape((tmp_path / "run" / "report.html").read_text())
+    assert "The order viewer is left out: the order ran on another denoiser" in page
+    assert "unmask evaluate run --policy=learned --steps=2\n" in page
+    assert "unmask evaluate run --policy=learned --steps=2 --denoiser=FOLDER --any-denoiser\n" in page
+    exact = ["evaluate", "exact.toml", "--exact-denoiser", "--out", "rules", "--policy", "learned"]
+    assert "evaluate that run, without --exact-denoiser" in refused(*exact)
+    (tmp_path / "exact.toml").write_text(re.sub(r"\[(model.scorer|order)\][^[]*", "", chain.read_text()))
+    exact[4] = "none"
+    assert "learned needs a learned order, and there is none" in refused(*exact)
+
+
+def test_the_exact_denoiser_of_a_recipe(base, chain, call, refused, tmp_path, monkeypatch):
     out = tmp_path / "exact"
     exact = ["evaluate", chain, "--exact-denoiser", "--out", out]
-    unknown = refused("evaluate", base / "tiny.toml", "--exact-denoiser", "--out", out)
-    assert "the exact posterior of task groups is not known" in unknown
+    for maker in ("task_of", "load_task"):  # which may take minutes
+        monkeypatch.setattr(f"unmask.evaluation.plan.{maker}", None)
+    for source in ("tiny.toml", "frozen"):
+        unknown = refused("evaluate", base / source, "--exact-denoiser", "--out", out)
+        assert "the exact posterior of task groups is not known: choose from chain, waiting-lines" in unknown
+    monkeypatch.undo()
     assert not out.exists()
     code, _, err = call(*exact)
     assert code == 0, err
@@ -919,7 +948,8 @@ def test_the_exact_denoiser_of_a_recipe(base, chain, call, refused, tmp_path):
         (["evaluate", out, "--bf16"], "leave out --compile, --bf16 and --guidance"),
         (["evaluate", out, "--exact-denoiser", "--bound"], "--bf16, --cache or --exact-denoiser"),
         (["evaluate", base / "frozen", "--out", out], "--out and --set are for --exact-denoiser"),
-        (["evaluate", base / "frozen", "--exact-denoiser"], "the exact posterior of task groups is not known"),
+        (["evaluate", base / "frozen", "--set", "task.groups=3"], "train another with `unmask train --set`"),
+        ([*exact, "--any-denoiser"], "leave out --denoiser and --any-denoiser"),
     ):
         assert said in refused(*arguments)
 

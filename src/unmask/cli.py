@@ -327,7 +327,8 @@ def evaluate(
         ),
     ] = False,
     out: Annotated[
-        Path | None, Option(help="With --exact-denoiser: the folder for its records.", show_default="RUN/exact")
+        Path | None,
+        Option(help="With --exact-denoiser: the folder for its records; a recipe needs it.", show_default="RUN/exact"),
     ] = None,
     set_: Overrides = None,
     split: Split = None,
@@ -394,9 +395,12 @@ def evaluate(
     if exact_denoiser and not bound:
         from unmask.evaluation.plan import exact_folder
 
+        if denoiser is not None or any_denoiser:
+            raise UserError("--exact-denoiser is in the place of any other: leave out --denoiser and --any-denoiser")
         run = exact_folder(run, out, set_ or [], trust_task)
     elif out is not None or set_:
-        raise UserError("--out and --set are for --exact-denoiser: a run has its own folder and recipe")
+        instead = "train another with `unmask train --set`, or choose other examples with --split"
+        raise UserError(f"--out and --set are for --exact-denoiser: a run has its own folder and recipe: {instead}")
     if not bound:
         if samples is not None or price is not None:
             raise UserError("--samples and --price are for --bound; a rule has its own: --policy 'learned(price=0.1)'")
@@ -449,12 +453,13 @@ def _print_results(
     """The tables of a run's records, or the first of them: every rule with its steps and its score."""
     from rich.console import Console
 
-    from unmask.report.tables import caption, result_tables, title
+    from unmask.report.tables import caption, learned_on, result_tables, title
     from unmask.training.run import load_task
 
     recipe, task = load_task(run, trust_task)
     split = f", {records[0].spec.split}" if len(task.held_out_splits) > 1 else ""
-    tables = [*result_tables(records, title(run, task) + split, caption(recipe, records)), *more]
+    told = caption(recipe, records, learned_on(run, recipe))
+    tables = [*result_tables(records, title(run, task) + split, told), *more]
     Console(highlight=False).print(*tables[: 1 if only_first else None], sep="\n")
 
 

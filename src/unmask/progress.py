@@ -37,15 +37,15 @@ def progress(
     with Progress(_Line(), console=console, transient=transient, disable=not drawn, refresh_per_second=4) as bar:
         bar.add_task(name, total=total, completed=done, note="")
         (task,) = bar.tasks
-        told = time.monotonic() if transient else -math.inf
+        told, last = time.monotonic() if transient else -math.inf, -1.0
 
         def tell(least: float) -> None:
             """Log a line if the last one is so many seconds old."""
-            nonlocal told
+            nonlocal told, last
             now = time.monotonic()
             if logged and now - told >= least:
                 say(line(task), err=True)
-                told = now
+                told, last = now, task.completed
 
         def advance(count: int = 1, note: str = "") -> None:
             bar.update(task.id, advance=count, note=note)
@@ -53,7 +53,7 @@ def progress(
 
         tell(EVERY)
         yield advance
-        if not transient:
+        if not transient and last != task.completed:
             tell(0)
 
 

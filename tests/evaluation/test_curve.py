@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import unmask
 from tests.evaluation.test_compare import result, without_verdicts
@@ -313,10 +314,12 @@ def test_the_default_sweep():
     assert (len(prices), prices[0], prices[-1]) == (8, 0.0123456, 2.0)
     assert np.diff(np.log(prices)) == pytest.approx(np.log(2 / 0.0123456) / 7, rel=0.01)
     assert all(rule.deterministic for rule, _ in learned)
-    drawn = planned(selector, [], [], 72, True) - planned(selector, [], [], 72)
-    positions = {(rule, cap) for rule, cap in drawn if family(rule) == "stochastic"}
+    drawn = planned(selector, [], [], 72, True, lambda: torch.full((3,), 0.3)) - planned(selector, [], [], 72)
+    positions = {(rule, cap) for rule in WHERE_SAMPLED for cap in CAPS}
     assert drawn - positions == {(f"learned(price={price:g})", 10) for price in prices}, "where tokens are sampled"
-    assert positions == {(rule, cap) for rule in WHERE_SAMPLED for cap in CAPS}
+    assert positions <= drawn
+    unknown = planned(selector, [], [], 72, True)
+    assert {rule for rule, _ in drawn - unknown} == {"pc-sampler(0.25,10)"}, "it reads the frequencies of tokens"
     for name in ("threshold", "paced threshold", "factor", "eb", "klass", "top-prob", "margin"):
         assert {2, 3, 4, 5, 6, 8, 16, 32} <= {cap for rule, cap in plan if family(rule.name) == name}
     assert ("top-prob", 1) in planned(selector, [], [], 72)

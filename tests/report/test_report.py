@@ -23,6 +23,7 @@ from unmask.evaluation.compare import compare
 from unmask.evaluation.records import append_records, read_records, record_lines
 from unmask.evaluation.verdicts import Verdicts
 from unmask.jsonl import ResultsError, sealed
+from unmask.recipe import load_recipe
 from unmask.report.formats import spreadsheet, write_format
 from unmask.report.html import Section, together, training_curves, write_html
 from unmask.report.plots import COLOURS, ORDER_LOOKS, colours_of, order_picture, pictured, shared_plot, shared_series
@@ -30,8 +31,10 @@ from unmask.report.tables import (
     area_table,
     bound_table,
     bound_verdict,
+    caption,
     columns,
     comparison_table,
+    headline,
     notes,
     ordered,
     result_tables,
@@ -167,6 +170,7 @@ def test_columns_of_a_record():
     shown = columns(RECORDS[3], RECORDS)
     assert shown["policy"] == "iid @ 4"
     assert shown["distinct"] == "3 (!)"
+    assert columns(changed(LEARNED, denoiser="exact-996ede"), RECORDS)["denoiser"] == "exact-996ede", "never cut"
 
 
 def test_no_distinct_samples_with_a_prompt():
@@ -184,6 +188,13 @@ def test_the_metrics_of_a_task_are_columns():
     assert mixed.headings[4:8] == ["95%", "flexible", "overlong", "distinct"]
     assert [row[5:7] for row in mixed.rows] == [["0.981", "0.007"], ["–", "–"]]
     assert "flexible" not in printed(table(RECORDS, "title", ""))
+
+
+def test_the_total_variation_is_explained_once():
+    said = "TV: total variation of the random choice from uniform, 0 is best."
+    for metrics, times in (({"TV remove-random": 0.03, "TV shuffle": 0.04}, 1), ({"TV": 0.03}, 1), ({}, 0)):
+        shown = table([changed(LEARNED, metrics=metrics)], "", "")
+        assert shown.legend(shown.headings).count(said) == times
 
 
 def test_the_table_fits_in_80_columns():
@@ -597,6 +608,32 @@ def test_verdicts():
         assert words in verdict([changed(LEARNED, sure, mean_steps=2.0, score=0.5), *rivals])
     assert verdict([ONE, TWO]) == "No order was learned here; the best rule, iid @ 2, is 30.0% valid in 2.00 steps."
     assert "no verdict" in verdict([changed(LEARNED, checked=False)])
+
+
+def test_the_verdict_is_on_what_can_be_compared_and_on_the_most_examples():
+    rules = [ONE, TWO]
+    few = [changed(record, num_examples=50, split="other", score=1.0) for record in (LEARNED, *rules)]
+    alone = changed(LEARNED, num_examples=2000, score=1.0)
+    elsewhere = changed(LEARNED, plain_denoiser="another", score=1.0)
+    expected = verdict([LEARNED, *rules])
+    assert "97.3%" in expected
+    for other in (few, [alone], [elsewhere]):
+        assert verdict([*other, LEARNED, *rules]) == expected
+    assert headline([LEARNED, alone])[0] == alone
+    assert "is 30.0% valid in 2.00 steps" in verdict([*few[1:], *rules])
+
+
+def test_the_caption_tells_of_another_denoiser():
+    """By the hash that the run noted; that of adapters stands behind it."""
+    recipe = load_recipe("remove-random-exact")
+    adapted = changed(LEARNED, denoiser="0123456789ab+fff")
+    for own in ("", LEARNED.spec.denoiser):
+        assert "on a frozen denoiser; every rule runs on those very" in caption(recipe, [LEARNED, adapted], own)
+    told = caption(recipe, [LEARNED, ONE], "exact-996ede")
+    there = "every rule runs on the same weights as the order here."
+    assert told.startswith(f"The order was learned on another denoiser (`--any-denoiser`); {there} Tokens")
+    both = caption(recipe, [LEARNED, changed(LEARNED, denoiser="exact-996ede")], "exact-996ede")
+    assert "learned on the denoiser exact-996ede; those on others ran by `--any-denoiser`." in both
 
 
 def test_the_page_holds_the_plot_and_the_table(page):

@@ -101,7 +101,7 @@ def test_splits_follow_from_the_molecule(tmp_path):
         assert set(texts_of(half, split)) == found & set(many[::-2])
 
 
-def test_an_example_is_a_molecule_with_eos_behind_it(task):
+def test_an_example_is_a_molecule_with_eos_behind_it(task, monkeypatch):
     assert task.vocabulary == ("<eos>", "(", ")", "1", "=", "Br", "C", "Cl", "N", "O", "c")
     assert (task.test_examples, task.eos_token_id, task.unconditional) == (1, 0, False)
     examples = task.examples(torch.arange(3), "test")
@@ -113,6 +113,7 @@ def test_an_example_is_a_molecule_with_eos_behind_it(task):
     together, again = task.examples(ids, "train").tokens, replace(task)
     for i in range(3):
         assert torch.equal(again.examples(ids[i : i + 1], "train").tokens[0], together[i])
+    monkeypatch.setattr("unmask.tasks.molecules.molecules.canonical", list)  # rdkit need not be there
     task.check()
 
 
@@ -122,9 +123,14 @@ def test_what_is_unknown_or_too_long_is_left_out_and_said_once(tmp_path, capfd):
     assert sorted(texts_of(task, "train")) == ["CCC", "NCN"]
     assert texts_of(task, "test") == ["CCCC"]
     said = capfd.readouterr().err
-    assert said.count("left out: 3 with characters or atoms that are unknown") == 1, "S is in no training molecule"
+    unknown = "left out: 3 with characters or atoms that are unknown"
+    assert said.count(unknown) == 1, "S is in no training molecule"
     assert said.count("1 of 4 molecules are longer than length 4 and left out") == 1
     assert task.vocabulary == ("<eos>", "C", "N")
+    assert replace(task).vocabulary == task.vocabulary
+    said = capfd.readouterr().err
+    assert said.count(unknown) == 1, "from the cache too"
+    assert "made once" not in said
 
 
 def test_tokens_are_bytes(tmp_path):
@@ -157,7 +163,7 @@ def test_moses_is_read_from_its_package(tmp_path, monkeypatch):
     assert "moses" not in sys.modules
 
 
-def test_what_is_wrong_with_a_file_is_said_in_one_line(tmp_path):
+def test_what_is_wrong_with_a_file_is_said_in_one_line(tmp_path, monkeypatch):
     for name, text, said in [
         ("a.csv", "id,smile\n1,C", "a.csv has no column SMILES, only id, smile: name the column so"),
         ("b.csv", "", "b.csv has no column SMILES, only none"),
@@ -166,9 +172,10 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(tmp_path):
             "SMILES,SPLIT\nC,train\nC,valid",
             "c.csv, line 3: unknown SPLIT 'valid': use train, test, test_scaff",
         ),
-        ("d.txt", "&\n", "has no molecule to train on: give more"),
+        ("d.txt", "&\n?\n", "has no molecule to train on: all 2 have unknown characters: write them as SMILES"),
+        ("h.txt", "\n", "has no molecule to train on: give more molecules"),
         ("e.csv", "SMILES\n" + '"' + "C" * 200_000, "e.csv cannot be read (field larger"),
-        ("f.txt", "CCCCCCCCCCCCCCCCCCCC\n" * 20, "no molecule is left for train: give more, set length higher"),
+        ("f.txt", "CCCCCCCCCCCCCCCCCCCC\n" * 20, "no molecule is left for train: set length higher"),
     ]:
         with pytest.raises(UserError, match=r"\Atask molecules: [^\n]+\Z") as error:
             task_of(tmp_path, text, name).examples(torch.arange(1), "train")
@@ -178,10 +185,14 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line(tmp_path):
         with pytest.raises(UserError, match=rf"\Atask molecules: .*{said}.*: correct file\Z"):
             Molecules(file=f"{tmp_path}/{name}", cache=str(tmp_path)).examples(torch.arange(1), "train")
     task = task_of(tmp_path, "SMILES,SPLIT\nCC,train\nCN,train\n")
-    with pytest.raises(UserError, match=r"no molecule is left for scaffolds: .*, or choose another held_out"):
+    with pytest.raises(UserError, match=r"no molecule is left for scaffolds: give more molecules\Z"):
         task.on_split("scaffolds").examples(torch.arange(1), "test")
-    with pytest.raises(UserError, match=r"no molecule is left for test: "):
+    monkeypatch.setattr("unmask.tasks.molecules.molecules.canonical", list)  # rdkit need not be there
+    with pytest.raises(UserError, match=r"no molecule is left for test: give more molecules\Z"):
         task.check()  # before anything is trained
+    task = task_of(tmp_path, f"SMILES,SPLIT\nCC,train\n{'C' * 13},test\nCC,test_scaffolds\n")
+    with pytest.raises(UserError, match=r"left for test: set length higher, or choose another held_out\Z"):
+        task.check()
     for options, said in [({"held_out": "tset"}, "set held_out to dev, test or scaffolds"), ({"fcd": 1}, "at least 2")]:
         with pytest.raises(UserError, match=said):
             Molecules(**options)
@@ -211,7 +222,7 @@ def test_molecules_count_not_their_spellings(task, rdkit):
     assert [task.overall([text])["novel"] for text in ("S", "C" * 12, "C" * 13)] == [1, 0, 1]
 
 
-def test_a_run_needs_rdkit_for_its_verdicts_only(task, monkeypatch, tmp_path):
+def test_a_run_needs_rdkit_and_says_so_before_training(task, monkeypatch, tmp_path):
     recipe = unmask.load_recipe(
         "molecules-small-self",
         [
@@ -225,12 +236,15 @@ def test_a_run_needs_rdkit_for_its_verdicts_only(task, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         for module in ("rdkit", "fcd_torch"):
             patch.setitem(sys.modules, module, None)  # to import it is an ImportError
-        unmask.train(recipe, run, cpu=True)
-        with pytest.raises(UserError, match=r"\Atask molecules: rdkit .*: pip install 'unmask\[molecules\]'\Z"):
-            unmask.evaluate(run, cpu=True)
+        examples = task.examples(torch.arange(1), "test")
+        for use in (lambda: unmask.train(recipe, run, cpu=True), lambda: task.valid(examples.tokens, examples)):
+            with pytest.raises(UserError, match=r"\Atask molecules: rdkit .*: pip install 'unmask\[molecules\]'\Z"):
+                use()
+        assert not run.exists()
         with pytest.raises(UserError, match=r"FCD: pip install 'unmask\[molecules\]', or leave fcd out\Z"):
             described(["CC", "CN"])
     pytest.importorskip("rdkit", reason="pip install 'unmask[molecules]'")
+    unmask.train(recipe, run, cpu=True)
     for record in unmask.evaluate(run, cpu=True):
         assert (record.outcome.distinct, record.spec.split) == (None, "scaffolds")
         assert 0 <= record.outcome.metrics["valid x unique"] <= record.outcome.score

@@ -33,13 +33,14 @@ class A(B):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Three hundred statements, some of them twice, in two files, beside a test and a file that does not parse."""
+    """Three hundred statements, some of them twice, in two files, beside a test, a broken file and a link to none."""
     top = tmp_path_factory.mktemp("source")
     names = [f"value_{number} = call({number}, [{number}])\n" for number in range(300)]
     (top / "b.py").write_text("".join(names[:200]))
     (top / "package").mkdir()
     (top / "package" / "a.py").write_text("".join(names[150:]))
     (top / "package" / "broken.py").write_text("x = (\n")
+    (top / "package" / "gone.py").symlink_to(top / "nowhere.py")
     for skipped in ("test", "site-packages"):
         (top / skipped).mkdir()
         (top / skipped / "c.py").write_text("never = 0\n")
@@ -66,16 +67,16 @@ def texts(task, split):
 
 
 def test_the_simple_statements_of_one_line():
-    found = list(statements_in(SOURCE.encode()))
+    found = statements_in(SOURCE.encode())
     expected = ["import os", "import sys", "x: int = 1", 'z = "\\d" if a is 1 else [a]', "pass", "raise"]
     assert sorted(found) == sorted([*expected, "return self.f(z)[0]"])
     assert sorted(statements_in(b"\xef\xbb\xbf# -*- coding: utf-8 -*-\r\nx = 1\r\ny = '\xc3\xa9'; z = 2")) == [
         "x = 1",
         "z = 2",
     ]
-    assert list(statements_in("# coding: latin-1\ns = 'é'; t = 3".encode("latin-1"))) == ["t = 3"]
+    assert statements_in("# coding: latin-1\ns = 'é'; t = 3".encode("latin-1")) == ["t = 3"]
     for broken in (b"x = (", b"x = 1\x00", b"# coding: nothing\nx = 1", b"x = '\xff'"):
-        assert list(statements_in(broken)) == []
+        assert statements_in(broken) is None
 
 
 def test_what_is_valid():
@@ -109,7 +110,7 @@ def test_the_standard_library_without_its_tests():
     assert {"ast.py", "json/decoder.py"} <= set(names)
     assert not [name for name in names if "/test/" in f"/{name}" or "site-packages" in name]
     source = (top / "ast.py").read_bytes()
-    found = list(statements_in(source))
+    found = statements_in(source)
     assert len(found) > 300
     assert all(text in source.decode() and len(ast.parse(text).body) == 1 for text in found)
 
@@ -163,8 +164,10 @@ def test_whole_statements_are_read_up_to_their_end(task):
     examples = task.examples(torch.arange(7), "test")
     assert task.valid(tokens, examples).tolist() == [True, True, False, True, True, False, False]
     assert task.metrics(tokens, examples)["novel"].tolist() == [True, True, False, False, True, False, False]
-    assert task.overall(task.codes(tokens, examples)) == {"unique": 3 / 4}
-    assert task.overall(task.codes(tokens[2:3], examples)) == {}
+    characters = (2 * len(good) + len(trained) + len(texts(task, "dev")[0])) / 7
+    assert task.overall(task.codes(tokens, examples)) == {"unique": 3 / 4, "characters": characters}
+    assert task.overall(task.codes(tokens[2:3], examples)) == {"characters": 0}
+    assert task.overall([7, 7, 0]) == {"unique": 1 / 2}, "numbers have no length"
 
 
 def test_a_span_is_read_in_its_statement(task):
@@ -196,7 +199,7 @@ def test_a_span_is_read_in_its_statement(task):
 
 def test_statements_are_collected_once(task, tmp_path, monkeypatch, capsys):
     before = task.examples(torch.arange(5), "train").tokens
-    assert "300 statements from 3 files" in capsys.readouterr().err
+    assert "300 statements from 3 files, 1 of them do not parse\n" in capsys.readouterr().err
     monkeypatch.setattr("unmask.tasks.statements.statements_in", None)
     assert torch.equal(replace(task).examples(torch.arange(5), "train").tokens, before)
     monkeypatch.undo()
@@ -206,12 +209,15 @@ def test_statements_are_collected_once(task, tmp_path, monkeypatch, capsys):
 
 
 def test_bad_input_is_one_line(tmp_path):
+    (tmp_path / "few" / "empty").mkdir(parents=True)
+    (tmp_path / "few" / "a.py").write_text("x = 1")
     for options, said in (
         ({"form": "suffix"}, "set form to whole or infill"),
         ({"held_out": "train"}, "set held_out to dev or test"),
         ({"length": 7}, "set length between 8 and 512"),
         ({"folder": "nowhere"}, "folder 'nowhere' is no folder"),
-        ({"folder": str(tmp_path)}, "no statement of at most 64 characters is left for train"),
+        ({"folder": str(tmp_path / "few" / "empty")}, "no statement is in the 0 Python files of"),
+        ({"folder": str(tmp_path / "few")}, "no statement of at most 64 characters is left for dev: set length higher"),
     ):
         with pytest.raises(UserError, match=r"\A[^\n]+\Z") as error:
             Statements(cache=str(tmp_path / "cache"), **options).examples(torch.arange(1), "train")
@@ -236,6 +242,7 @@ def test_from_training_to_a_sample(folder, tmp_path, form, capsys):
             main(command)
         out, err = capsys.readouterr()
         assert not left.value.code, err
+    assert ('"characters"' in Path(run, "results.jsonl").read_text()) == (form == "whole")
     if form == "infill":  # the characters around the span are shown with it
         task = Statements(form=form, folder=str(folder), cache=str(tmp_path / "cache"), length=32)
         example = task.examples(torch.tensor([0]), "test")

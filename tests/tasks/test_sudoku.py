@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from unmask.errors import UserError
+from unmask.evaluation.evaluate import examples_of
 from unmask.tasks.sudoku.solver import dig, geometry, solve
 from unmask.tasks.sudoku.sudoku import _TEST_SHARE, CACHE_FILE, Sudoku, _kind
 
@@ -234,13 +235,13 @@ def test_a_file_with_and_without_solutions(tmp_path):
     assert (~hard.response[0]).tolist() == [cell is not None for cell in read(GUESSED)]
 
 
-def test_what_is_wrong_with_a_line_is_said_with_its_number(tmp_path):
+def test_what_is_wrong_with_a_line_is_said_with_its_number(tmp_path, capsys):
     two = PUZZLE[:40].replace("5", ".") + "." * 41
     for line, said in [
-        ("5" + PUZZLE[1:8] + "5" + PUZZLE[9:], "the puzzle has no solution"),
-        (two, "the puzzle has more than one solution"),
-        (SOLUTION, "the puzzle has no blanks"),
-        (f"{PUZZLE} {SOLUTION[::-1]}", "the solution is not that of the puzzle"),
+        ("5" + PUZZLE[1:8] + "5" + PUZZLE[9:], "the puzzle has no solution: correct or remove it"),
+        (two, "the puzzle has more than one solution: correct or remove it"),
+        (SOLUTION, "the puzzle has no blanks: correct or remove it"),
+        (f"{PUZZLE} {SOLUTION[::-1]}", "the solution is not that of the puzzle: correct or remove it"),
         (PUZZLE[:-1], "give 81 cells (1-9, 0 or . for blanks), then their solution"),
         ("puzzle,solution", "give 81 cells"),
     ]:
@@ -250,6 +251,28 @@ def test_what_is_wrong_with_a_line_is_said_with_its_number(tmp_path):
         with pytest.raises(UserError, match=r"\A[^\n]+\Z") as error:
             task.examples(torch.arange(1), "train")
         assert f"mine.txt, line 3: {said}" in str(error.value)
+    for box, line in [(2, f"{PUZZLE},{SOLUTION}"), (3, "12..34..2.4.4...")]:
+        file.write_text(line)
+        said = rf"line 1 has {len(line.split(',')[0])} cells: set task.box to {5 - box}, or give {box**4} cells"
+        with pytest.raises(UserError, match=said):
+            Sudoku(box=box, file=str(file), cache=str(tmp_path)).check()
+    assert capsys.readouterr().err == "", "nothing is kept"
+
+
+def test_a_file_without_a_held_out_puzzle_is_refused_before_training(tmp_path):
+    file = tmp_path / "few.txt"
+    file.write_text(PUZZLE)  # which is in train
+    task = Sudoku(file=str(file), cache=str(tmp_path))
+    assert len(task._base["train"]) == 1
+    for split in ("test", "hard"):
+        said = f"no puzzle is left for {split}: give more puzzles{', or choose held_out test' * (split == 'hard')}"
+        for use in (Sudoku.check, lambda task: examples_of(task, None, 10)):
+            with pytest.raises(UserError, match=rf"\Atask sudoku: {said}\Z"):
+                use(task.on_split(split))
+    file.write_text(f"{PUZZLE}\n{PUZZLE[:10]}{SOLUTION[10]}{PUZZLE[11:]}\n")  # the second one is in test
+    replace(task).check()  # without a hard one
+    with pytest.raises(UserError, match=r"no puzzle is left for test: set puzzles higher\Z"):
+        Sudoku(box=2, puzzles=1, cache=str(tmp_path)).check()
 
 
 def test_wrong_options(tmp_path):

@@ -142,6 +142,13 @@ def test_what_a_whole_evaluation_comes_to():
     )
     assert task.overall(task.codes(first.flip(-1), examples)) == {}, "nothing is right"
 
+    task = WaitingLines().on_split("remove-random-16")  # the lines asked for decide, not the shortest of the task
+    examples = task.examples(torch.arange(400), "test")
+    places = torch.tensor([0, 4, 8, 12])[torch.arange(400) % 4, None]
+    prompt = examples.tokens[:, : task._start]
+    written = torch.cat([prompt, task._written(prompt, places)[:, 0]], dim=-1)
+    assert task.overall(task.codes(written, examples))["TV remove-random"] == 0.75
+
     task = WaitingLines(operations="shuffle", min_n=8, max_n=8)
     examples = task.examples(torch.arange(2000), "test")
     assert task.overall(task.codes(examples.tokens, examples))["TV"] < 0.05
@@ -170,8 +177,11 @@ def test_errors_are_one_line():
         with pytest.raises(UserError, match=r"\A[^\n]+\Z") as error:
             WaitingLines(**options)
         assert said in str(error.value)
-    for task in (WaitingLines(), Groups()):
-        with pytest.raises(UserError, match=r"\A[^\n]*exact posterior of [^\n]* is not known\Z"):
+    for task, said in (
+        (WaitingLines(), "shuffle is not known: leave it out of task.operations, as --set task"),
+        (Groups(), "task groups is not known: choose from chain, waiting-lines"),
+    ):
+        with pytest.raises(UserError, match=rf"\A[^\n]*exact posterior of {said}[^\n]*\Z"):
             ExactDenoiser(task)
 
 

@@ -39,7 +39,8 @@ AT_EVERY_CAP = (
     *("threshold:0.9", "threshold:0.95", "threshold:0.99", "threshold(0.9,paced)", "threshold(0.98,paced)"),
     *("factor:0.5", "eb:0.03", "klass(0.9,0.01,1)", "top-prob", "margin", "iid"),
 )
-WHERE_SAMPLED = ("stochastic(top-prob,0.5)", "stochastic(entropy,1)")  # at every cap, where tokens are drawn at random
+# At every cap, where tokens are drawn at random.
+WHERE_SAMPLED = ("stochastic(top-prob,0.5)", "stochastic(entropy,1)", "random", "dus", "pc-sampler(0.25,10)")
 AT_THE_LARGEST = (
     *("threshold:0.5", "threshold:0.7", "threshold:0.8", "threshold:0.98", "threshold:0.995"),
     *("factor:1", "eb:0.01", "eb:0.1", "klass(0.9,0.01,2)"),
@@ -58,7 +59,8 @@ def sweep(
 ) -> list[tuple[Policy, int]]:
     """The rules and caps to evaluate.  `policies`: families (threshold, learned) or rules (threshold:0.97); none: all.
 
-    sampled: where tokens are, so is the order, and rules draw positions too.  background: that of `parse_policy`.
+    sampled: where tokens are, so is the order, and rules draw positions too.  background: that of `parse_policy`; None:
+    the frequencies of tokens are not known, and the rule that reads them is left out.
     No rule takes more steps than the longest response has tokens: caps beyond it are that.
     denoiser: on a block-causal one, families run inside its blocks, and CAPS are those of each block.  `caps` and what
     is returned count the steps of the whole response, as everywhere.
@@ -67,7 +69,9 @@ def sweep(
     blocks = -(-longest // size) if size else 1
     limits = sorted({min(cap, max(2, longest)) for cap in caps or [blocks * cap for cap in CAPS]})
     plan: list[tuple[Policy, int]] = []
-    at_every_cap = (*AT_EVERY_CAP, *WHERE_SAMPLED) if sampled else AT_EVERY_CAP
+    at_every_cap: tuple[str, ...] = (*AT_EVERY_CAP, *WHERE_SAMPLED) if sampled else AT_EVERY_CAP
+    if background is None:
+        at_every_cap = tuple(rule for rule in at_every_cap if _key(rule) != "pc-sampler")
     for given in policies or [*(["learned"] if selector is not None else []), *dict.fromkeys(map(_key, at_every_cap))]:
         if given == "learned" and selector is not None:
             plan += _learned_sweep(selector, limits, longest, sampled)

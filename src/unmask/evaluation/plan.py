@@ -45,7 +45,7 @@ from unmask.models.order_model import OrderModel
 from unmask.progress import progress
 from unmask.recipe import MOST_STEPS, PLAIN_RULES, EvaluateRecipe, Recipe, differences, load_recipe
 from unmask.runtime import Processes, precision_on
-from unmask.tasks.exact import EXACT, ExactDenoiser
+from unmask.tasks.exact import EXACT, ExactDenoiser, check_exact
 from unmask.tasks.task import Task
 from unmask.training.build import check_context, check_vocabulary, task_of
 from unmask.training.run import load_run, load_task
@@ -118,7 +118,8 @@ def evaluate(
             model = plain = ExactModel(ExactDenoiser(task))
             no_network = "the exact denoiser is no network: leave out --compile, --bf16 and --guidance"
             require(not (compile or bf16 or guidance), no_network)
-            _refuse_networks(policies)
+            if recipe.order is not None:  # else it is said that there is none
+                _refuse_networks(policies, recipe)
         else:
             model, plain, task, recipe = open_run(folder, processes.device, split, trust_task, denoiser, any_denoiser)
         label, defaults = model_label(recipe), recipe.evaluate
@@ -212,16 +213,21 @@ def exact_folder(source: Path, out: Path | None, overrides: Sequence[str] = (), 
 
     source: a run, whose folder is RUN/exact unless `out` names another; a recipe, with `overrides`; or such a folder.
     It is a run folder without a model, and its recipe calls the model `exact`: no record of a network is ever there.
+    A run whose order was learned on the exact posterior is its own folder.
     """
     require(os.environ.get("WORLD_SIZE", "1") == "1", "--exact-denoiser runs in one process: start it without torchrun")
     if (source / "recipe.json").exists():
-        require(not overrides, f"--set is for a recipe, and {source} is a run: leave it out")
+        require(not overrides, f"--set is for a recipe, and {source} is a run: give its recipe and --out, or no --set")
+        check_exact(read_recipe(source).task["name"])
         recipe, task = load_task(source, trust_task)
+        if out is None and recipe.model.denoiser == EXACT and (source / "config.json").exists():
+            return source
         folder = out or (source if is_exact(source) else source / EXACT)
     else:
         recipe = load_recipe(source, overrides)
         if out is None:
             raise UserError("--exact-denoiser with a recipe needs --out, a folder for the records")
+        check_exact(recipe.task["name"])
         task, folder = task_of(recipe, Path(recipe.model.denoiser)), out
     ExactDenoiser(task)  # or says that it is not known
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, label=EXACT))
@@ -238,12 +244,14 @@ def is_exact(folder: Path) -> bool:
     return found and read_recipe(folder).model.label == EXACT
 
 
-def _refuse_networks(policies: Iterable[str | Policy]) -> None:
+def _refuse_networks(policies: Iterable[str | Policy], recipe: Recipe) -> None:
+    why = "was learned on a network, and does not run on the exact denoiser: leave it out"
+    if recipe.model.denoiser == EXACT:
+        why = "is in the run that was trained, not here: evaluate that run, without --exact-denoiser"
     for given in policies:
         rule = given if isinstance(given, Policy) else check_policy(given)
         if network_of(rule) is not None:
-            reads = "reads the hidden states of the denoiser that it was learned on"
-            raise UserError(f"{rule.key} {reads}, which the exact denoiser has not: leave it out")
+            raise UserError(f"{rule.key} {why}")
 
 
 def model_label(recipe: Recipe) -> str:
@@ -258,9 +266,9 @@ def _swept(
 ) -> Plan:
     """What a curve needs, less what cannot run."""
     _check_steps(caps)
-    background = partial(setup.task.token_frequencies, device_of(setup.model.denoiser))
-    longest, sampled = int(sizes.max()), setup.choice.temperature > 0
-    denoiser = setup.plain.denoiser
+    longest, sampled, denoiser = int(sizes.max()), setup.choice.temperature > 0, setup.plain.denoiser
+    known = getattr(denoiser, "vocab_size", None) in (None, len(setup.task.vocabulary))  # others' may write more tokens
+    background = partial(setup.task.token_frequencies, device_of(setup.model.denoiser)) if known else None
     size = getattr(denoiser, "block_size", 0)
     plan = sweep(setup.model.selector, policies, caps, longest, sampled, background, denoiser)
     fitting = [(rule, cap) for rule, cap in plan if _can_run(in_blocks(rule, size), cap, sizes)]

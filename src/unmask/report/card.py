@@ -8,7 +8,7 @@ from unmask.display import visible
 from unmask.evaluation.curve import read_curve
 from unmask.evaluation.records import read_run
 from unmask.models.order_model import OrderModel
-from unmask.report.tables import caption, markdown_table, result_tables, without_sweep
+from unmask.report.tables import caption, learned_on, markdown_table, result_tables, without_sweep
 from unmask.training.run_folder import read_recipe
 
 
@@ -19,7 +19,7 @@ def about_run(run: Path) -> str:
     if (run / "results.jsonl").exists():
         records = without_sweep(read_run(run), read_curve(run / "curve.json"), recipe)
         parts.append(f"Held-out examples: {' and '.join(sorted({f'{r.spec.num_examples:,}' for r in records}))}.")
-        for table in result_tables(records, caption=caption(recipe, records)):
+        for table in result_tables(records, caption=caption(recipe, records, learned_on(run, recipe))):
             shown = [f"**{table.title}**"] if table.title else []
             parts += [*shown, markdown_table(table.headings, table.rows), table.legend(table.headings)]
     else:

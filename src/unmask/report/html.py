@@ -37,6 +37,8 @@ from unmask.report.tables import (
     curve_table,
     curve_verdict,
     headline,
+    is_elsewhere,
+    learned_on,
     notes,
     ordered,
     perplexity_tables,
@@ -81,7 +83,8 @@ def read_sections(runs: Sequence[Path], trust_task: bool = False, examples: int 
         if not records:
             raise UserError(f"{run}/results.jsonl is empty: run `unmask evaluate {run}` first")
         recipe, task = load_task(run, trust_task)
-        curve, told = read_curve(run / "curve.json"), caption(recipe, records)
+        curve, own = read_curve(run / "curve.json"), learned_on(run, recipe)
+        told = caption(recipe, records, own)
         points = {point.key for point in curve.points} if curve else set()
         swept = [record for record in records if record.key in points]
         records = without_sweep(records, curve, recipe)
@@ -104,7 +107,7 @@ def read_sections(runs: Sequence[Path], trust_task: bool = False, examples: int 
                 perplexities=read_perplexities(run),
                 training=training_curves(run / "metrics.jsonl"),
                 recipe=recipe.to_toml(),
-                commands=commands(name, records, swept, curve.asked if curve else [], recipe, task.held_out),
+                commands=commands(name, records, swept, curve.asked if curve else [], recipe, task.held_out, own),
                 orders=orders,
             )
         )
@@ -112,22 +115,36 @@ def read_sections(runs: Sequence[Path], trust_task: bool = False, examples: int 
 
 
 def commands(
-    run: str, records: Sequence[Record], swept: Sequence[Record], asked: Sequence[str], recipe: Recipe, split: str
+    run: str,
+    records: Sequence[Record],
+    swept: Sequence[Record],
+    asked: Sequence[str],
+    recipe: Recipe,
+    split: str,
+    own: str = "",
 ) -> list[str]:
     """What makes these records: rules that ran at the same budgets together, with what differs from the recipe.
 
-    swept: those of a curve, which the options `asked` restricted.
+    swept: those of a curve, which the options `asked` restricted.  own: see `learned_on`.
     """
-    by_rule = grouped(ordered(records), lambda record: (record.spec.setting, record.spec.policy)).values()
-    alike = grouped(by_rule, lambda same: (same[0].spec.setting, tuple(sorted({r.spec.budget for r in same}))))
+
+    def setting(record: Record) -> tuple[object, bool]:
+        return record.spec.setting, is_elsewhere(record, own)
+
+    def options(record: Record, budgets: Sequence[int]) -> list[str]:
+        other = ["--denoiser=FOLDER", "--any-denoiser"] * is_elsewhere(record, own)
+        return [*_asked(record.spec, budgets, recipe, split), *other]
+
+    by_rule = grouped(ordered(records), lambda record: (setting(record), record.spec.policy)).values()
+    alike = grouped(by_rule, lambda same: (setting(same[0]), tuple(sorted({r.spec.budget for r in same}))))
     found = [
-        [*(f"--policy={same[0].spec.policy}" for same in rules), *_asked(rules[0][0].spec, budgets, recipe, split)]
+        [*(f"--policy={same[0].spec.policy}" for same in rules), *options(rules[0][0], budgets)]
         for (_, budgets), rules in alike.items()
     ]
     if swept:
-        found.append(["--curve", *asked, *_asked(swept[0].spec, [], recipe, split)])
-    own = recipe.own_code or any(own_rules(record.spec.policy) for record in records)
-    return [shlex.join(["unmask", "evaluate", run, *words, *["--trust-task"] * bool(own)]) for words in found]
+        found.append(["--curve", *asked, *options(swept[0], [])])
+    trust = recipe.own_code or any(own_rules(record.spec.policy) for record in records)
+    return [shlex.join(["unmask", "evaluate", run, *words, *["--trust-task"] * bool(trust)]) for words in found]
 
 
 def _asked(spec: EvaluationSpec, budgets: Sequence[int], recipe: Recipe, split: str) -> list[str]:

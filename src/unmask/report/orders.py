@@ -28,11 +28,12 @@ from unmask.evaluation.plan import is_exact, open_run
 from unmask.evaluation.records import Record, grouped
 from unmask.models.order_model import OrderModel
 from unmask.progress import progress
-from unmask.report.tables import headline, row_name
+from unmask.report.tables import headline, is_elsewhere, learned_on, row_name
 from unmask.report.trace import generated, pieces, positions_shown
 from unmask.tasks.exact import ExactDenoiser
 from unmask.tasks.task import Examples, Task
 from unmask.training.run import load_task
+from unmask.training.run_folder import read_recipe
 from unmask.variational.selection import OneByOne
 
 AT_MOST = 4  # rules in a race
@@ -74,6 +75,8 @@ def orders_of(run: Path, records: Sequence[Record], examples: int, trust_task: b
         task = load_task(run, trust_task)[1].on_split(spec.split)
         model = plain = ExactModel(ExactDenoiser(task))
     else:
+        here = not is_elsewhere(chosen[0], learned_on(run, read_recipe(run)))
+        require(here, "the order ran on another denoiser (--any-denoiser), and no record says where that lies")
         model, plain, task, _ = open_run(run, None, spec.split, trust_task)
     ids = torch.arange(min(examples, spec.num_examples))
     truth, found = task.examples(ids, "test"), list[Run]()

@@ -38,6 +38,7 @@ MEANINGS = {
     "passes": "denoiser rows evaluated",
     "distinct-2": "different pairs of neighbouring words, as a fraction of all pairs",
     "entropy": "of the words of all responses, in nats",
+    "TV": "total variation of the random choice from uniform, 0 is best",
 }
 
 
@@ -78,8 +79,12 @@ def columns(record: Record, among: Sequence[Record]) -> dict[str, str]:
         **{name: f"{value:.3f}" for name, value in outcome.metrics.items()},
         **(distinct if outcome.distinct is not None else {}),
         "passes": f"{outcome.num_forwards:,}",
-        "denoiser": record.spec.denoiser[:6],
+        "denoiser": _short(record.spec.denoiser),
     }
+
+
+def _short(denoiser: str) -> str:
+    return denoiser if denoiser.startswith(f"{EXACT}-") else denoiser[:6]
 
 
 def ordered(records: Sequence[Record]) -> list[Record]:
@@ -97,8 +102,19 @@ def title(run: Path, task: Task) -> str:
     return f"{run.resolve().name}, {task.name}: {', '.join(facts)}"
 
 
-def caption(recipe: Recipe, records: Sequence[Record]) -> str:
-    """Which denoiser each rule ran on, and how tokens were chosen."""
+def learned_on(run: Path, recipe: Recipe) -> str:
+    """What records call the denoiser of the user's that the order was learned on; "" where the run has its own."""
+    noted = run / "start.txt"
+    return noted.read_text(encoding="utf-8").strip() if recipe.model.denoiser and noted.exists() else ""
+
+
+def is_elsewhere(record: Record, own: str) -> bool:
+    """Whether it ran on another denoiser than `own`, that of `learned_on`."""
+    return own not in ("", record.spec.denoiser.partition("+")[0])  # adapters are told behind the +
+
+
+def caption(recipe: Recipe, records: Sequence[Record], own: str = "") -> str:
+    """Which denoiser each rule ran on, and how tokens were chosen; `own`: see `learned_on`."""
 
     def values(field: str) -> str:
         return " and ".join(f"{value:g}" for value in sorted({getattr(record.spec, field) for record in records}))
@@ -114,7 +130,14 @@ def caption(recipe: Recipe, records: Sequence[Record]) -> str:
     if recipe.order is None:
         return f"Every rule runs on the same denoiser, trained without an order. {tokens}."
     if recipe.order.denoiser_rate == 0:
-        return f"The order was learned on a frozen denoiser; every rule runs on those very weights. {tokens}."
+        moved = {is_elsewhere(record, own) for record in records}
+        told = "The order was learned on a frozen denoiser; every rule runs on those very weights."
+        if moved == {True}:
+            told = "The order was learned on another denoiser (`--any-denoiser`); every rule runs on the same weights "
+            told += "as the order here."
+        elif True in moved:
+            told = f"The order was learned on the denoiser {_short(own)}; those on others ran by `--any-denoiser`."
+        return f"{told} {tokens}."
     plain = continued(recipe)
     return (
         "The order was learned jointly with the denoiser. The heuristics run on the denoiser as it was before order "
@@ -140,7 +163,8 @@ class ResultTable:
 
     def legend(self, headings: Iterable[str]) -> str:
         """The caption and the meaning of these columns."""
-        return " ".join(filter(None, [self.caption, *(f"{h}: {MEANINGS[h]}." for h in headings if h in MEANINGS)]))
+        known = dict.fromkeys("TV" if h.startswith("TV") else h for h in headings)
+        return " ".join(filter(None, [self.caption, *(f"{h}: {MEANINGS[h]}." for h in known if h in MEANINGS)]))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         cells = {heading: column for heading, *column in zip(self.headings, *self.rows, strict=True)}
@@ -333,13 +357,21 @@ def bound_table(bound: BoundReport, run: str) -> ResultTable:
 
 
 def headline(records: Sequence[Record]) -> tuple[Record | None, Comparison | None]:
-    """The learned order with the highest score, and against the best of the rules at its mean steps if one is known."""
+    """The best learned order, and against the best of the rules at its mean steps if one is known.
+
+    The best is one with rivals if any has, on the most examples, with the highest score.
+    """
     orders = [record for record in records if record.spec.learned and record.outcome.checked]
     if not orders:
         return next((record for record in records if record.spec.learned), None), None
-    best = max(orders, key=lambda record: (record.outcome.score, -record.mean_steps))
+    best = max(orders, key=lambda record: (bool(rivals(record, records)), *_rank(record)))
     known = [found for found in compare([best, *rivals(best, records)]) if found.equal.score is not None]
     return best, max(known, key=lambda found: found.equal.score or 0.0, default=None)
+
+
+def _rank(record: Record) -> tuple[float, ...]:
+    """Higher is better: a score on few examples must not win by luck."""
+    return record.spec.num_examples, record.outcome.score, -record.mean_steps
 
 
 def verdict(records: Sequence[Record]) -> str:
@@ -348,7 +380,7 @@ def verdict(records: Sequence[Record]) -> str:
     checked = [record for record in records if record.outcome.checked]
     if not checked:
         return "There is no verdict: nothing says which answers of this task are right."
-    best = max(checked, key=lambda record: (record.outcome.score, -record.mean_steps))
+    best = max(checked, key=_rank)
     if learned is None:
         score = f"{_score(best.outcome.score)}% valid in {best.mean_steps:.2f} steps"
         return f"No order was learned here; the best rule, {row_name(best, records)}, is {score}."

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unmask.errors import UserError
+from unmask.tasks import TASKS, task_class
 from unmask.tasks.task import Task
 
 EXACT = "exact"  # what records call it as a model; as a denoiser, `fingerprint`
@@ -32,8 +33,23 @@ class ExactDenoiser:
         """[B, L, V]: the log-probabilities themselves."""
         log_p = self.task.log_posterior(tokens)
         if log_p is None:
-            raise UserError(f"the exact posterior of task {self.task.name} is not known")
+            raise _not_known(self.task.name)
         return log_p.float()
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden
+
+
+def check_exact(name: str) -> None:
+    """Raise UserError where a task of unmask's own does not know its posterior: building it may take minutes."""
+    if name in TASKS and not _knows(name):
+        raise _not_known(name)
+
+
+def _knows(name: str) -> bool:
+    return task_class(name).log_posterior is not Task.log_posterior
+
+
+def _not_known(name: str) -> UserError:
+    known = ", ".join(filter(_knows, TASKS))
+    return UserError(f"the exact posterior of task {name} is not known: choose from {known}")

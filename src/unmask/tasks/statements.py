@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -46,8 +46,11 @@ class Statements(Task):
         infill    a random span of up to half of a statement is written, its characters around it are the prompt
 
     Every statement is there once, and its hash under `seed` says which split it is in.  Strings and numbers alone are
-    no statements here: docstrings would be many.  Beside validity, `novel` is the share of samples that are valid and
-    not in the training split, `unique` the share of the valid ones that differ from each other.
+    no statements here: docstrings would be many.  What stands behind the first EOS is ignored.
+
+    Beside validity, `novel` is the share of samples that are valid and not in the training split, `unique` the share of
+    the valid ones that differ from each other, and `characters`, of whole ones, the mean number of characters before
+    the first EOS, 0 of a sample that is not valid: to end early is an easy way to be valid.
     """
 
     form: str = "whole"  # or infill
@@ -92,7 +95,7 @@ class Statements(Task):
         return Examples(tokens, random_spans(u, n, self.length), torch.arange(self.length) < n[:, None])
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
-        known = ((tokens >= 0) & (tokens < len(self.vocabulary))).all(-1)
+        known = self._known(tokens)
         if self.form == "infill":  # a span has no end inside it
             known &= prompt_kept(tokens, examples) & ((tokens > 0) | ~examples.response).all(-1)
         for row in known.nonzero()[:, 0].tolist():
@@ -105,15 +108,23 @@ class Statements(Task):
         found = {"novel": self.valid(tokens, examples) & ~known}
         return found | ({"same": (tokens == examples.tokens).all(-1)} if self.form == "infill" else {})
 
-    def codes(self, tokens: Tensor, examples: Examples) -> list[int] | None:
-        """Which statement it is, 0 for what is none; spans have different prompts."""
+    def _known(self, tokens: Tensor) -> Tensor:
+        return ((tokens >= 0) & (tokens < len(self.vocabulary))).all(-1)
+
+    def codes(self, tokens: Tensor, examples: Examples) -> list[str] | None:
+        """The text, "" where a token is none; spans have different prompts."""
         if self.form == "infill":
             return None
-        return torch.where(self.valid(tokens, examples), sequence_codes(_ended(tokens)), 0).tolist()
+        known = self._known(tokens).tolist()
+        return [self.text(row) if whole else "" for row, whole in zip(tokens.tolist(), known, strict=True)]
 
-    def overall(self, codes: list[int]) -> dict[str, float]:
-        valid = [code for code in codes if code]
-        return {"unique": len(set(valid)) / len(valid)} if valid else {}
+    def overall(self, codes: Sequence[str | int]) -> dict[str, float]:
+        """A verdicts.jsonl may have numbers, 0 for what is no statement: they do not tell how long one is."""
+        valid = [code for code in codes if code and (isinstance(code, int) or is_statement(code))]
+        figures = {"unique": len(set(valid)) / len(valid)} if valid else {}
+        if all(isinstance(code, str) for code in codes):
+            figures["characters"] = sum(len(str(code)) for code in valid) / len(codes)
+        return figures
 
     @cached_property
     def _trained(self) -> Tensor:
@@ -152,25 +163,30 @@ class Statements(Task):
                 found = _cached(folder)
                 if found is None:
                     say(f"task {self.name}: statements are collected once and kept in {root}", err=True)
-                    found = sorted({text for path in watched(paths, "files") for text in statements_in(_read(path))})
+                    read = [statements_in(_read(path)) for path in watched(paths, "files")]
+                    found = sorted({text for some in read for text in some or ()})
                     with written_whole(folder, CACHE_FILE) as partial:
                         (partial / CACHE_FILE).write_text("\n".join(found), encoding="ascii")
-                    say(f"task {self.name}: {len(found)} statements from {len(paths)} files", err=True)
+                    broken = f", {read.count(None)} of them do not parse" if None in read else ""
+                    say(f"task {self.name}: {len(found)} statements from {len(paths)} files{broken}", err=True)
+        none = f"task {self.name}: no statement is in the {len(paths)} Python files of {str(top)!r}"
+        require(bool(found), f"{none}: set folder to one with Python code")
         return found
 
 
-def statements_in(source: bytes) -> Iterator[str]:
-    """Every simple statement of printable ASCII that stands on one line; none of a file that does not parse."""
-    tree = _parsed(source)
+def statements_in(source: bytes) -> list[str] | None:
+    """Every simple statement of printable ASCII that stands on one line; None where the file does not parse."""
+    tree, found = _parsed(source), []
     if tree is None:
-        return
+        return None
     encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
     lines = source.decode(encoding).replace("\r\n", "\n").replace("\r", "\n").split("\n")
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and _is_simple(node) and node.lineno == node.end_lineno:
             text = lines[node.lineno - 1].encode()[node.col_offset : node.end_col_offset].decode()
             if text.isascii() and text.isprintable() and is_statement(text):
-                yield text
+                found.append(text)
+    return found
 
 
 def is_statement(text: str) -> bool:
@@ -203,10 +219,11 @@ def _ended(tokens: Tensor) -> Tensor:
 
 
 def _python_files(top: Path) -> Iterator[Path]:
-    """In the order of their paths; tests and installed packages are left out."""
+    """In the order of their paths; tests, installed packages and links to nothing are left out."""
     for folder, inside, names in os.walk(top):
         inside[:] = sorted(set(inside) - _LEFT_OUT)
-        yield from (Path(folder) / name for name in sorted(names) if name.endswith(".py"))
+        paths = (Path(folder) / name for name in sorted(names) if name.endswith(".py"))
+        yield from (path for path in paths if path.is_file())
 
 
 def _read(path: Path) -> bytes:

@@ -38,6 +38,8 @@ _EOS, _EOS_NAME = 0, "<eos>"
 _MOST_TOKENS = 256  # they are kept as bytes
 _CHUNK = 2**16  # molecules at a time, to bound memory
 
+_Tokens = tuple[tuple[str, ...], dict[str, Ragged], int]  # the vocabulary, every split, how many were left out
+
 
 @dataclass(frozen=True)
 class Molecules(Task):
@@ -81,6 +83,7 @@ class Molecules(Task):
         return tokenizer
 
     def check(self) -> None:
+        canonical([])  # an evaluation needs rdkit: better told now than after training
         self._rows(self.held_out)
         super().check()
 
@@ -155,7 +158,9 @@ class Molecules(Task):
     def _rows(self, split: str) -> np.ndarray:
         """The molecules of a split that are not too long."""
         rows = self._short_enough[split]
-        mend = "give more, set length higher" + (", or choose another held_out" if split != "train" else "")
+        mend = "set length higher" if len(self._tokens[1][split]) else "give more molecules"
+        if split != "train" and any(len(self._short_enough[other]) for other in self.held_out_splits):
+            mend += ", or choose another held_out"
         require(len(rows) > 0, f"task {self.name}: no molecule is left for {split}: {mend}")
         return rows
 
@@ -173,8 +178,8 @@ class Molecules(Task):
         return {token: number for number, token in enumerate(self.vocabulary)}
 
     @cached_property
-    def _tokens(self) -> tuple[tuple[str, ...], dict[str, Ragged]]:
-        """The vocabulary and the molecules of every split, from the cache or made now."""
+    def _tokens(self) -> _Tokens:
+        """From the cache or made now."""
         root, paths = cache_folder(self.cache, self.name), self._paths
         try:
             facts = [CACHE_VERSION, [[path.name, split, files.fingerprint(path)] for path, split in paths.items()]]
@@ -185,6 +190,8 @@ class Molecules(Task):
         if found is None:
             with alone_in(root):  # another process may have made it in the meantime
                 found = _read(folder) or self._make(folder)
+        if found[2]:
+            say(f"task {self.name}: left out: {found[2]} with characters or atoms that are unknown", err=True)
         return found
 
     @cached_property
@@ -205,7 +212,7 @@ class Molecules(Task):
                         reached = molecule.position
                     yield molecule
 
-    def _make(self, folder: Path) -> tuple[tuple[str, ...], dict[str, Ragged]]:
+    def _make(self, folder: Path) -> _Tokens:
         say(f"task {self.name}: tokens are made once and kept in {folder.parent}", err=True)
         counts: Counter[str] = Counter()
         for smiles, split, _ in self._molecules("vocabulary"):
@@ -215,34 +222,37 @@ class Molecules(Task):
         vocabulary = (_EOS_NAME, *sorted(known))
         ids = {token: number for number, token in enumerate(vocabulary)}
         rows = {split: (bytearray(), array("q", [0])) for split in _SPLITS}
-        left_out = 0
+        left_out: Counter[str] = Counter()
         for smiles, split, _ in self._molecules("tokens"):
             tokens, offsets = rows[split]
             try:
                 tokens += bytes([ids[part] for part in parts_of(smiles)])
                 offsets.append(len(tokens))
             except KeyError:
-                left_out += 1
+                left_out[split] += 1
         made = {
             split: Ragged(np.frombuffer(ids, np.uint8), np.array(offsets)) for split, (ids, offsets) in rows.items()
         }
-        require(len(made["train"]) > 0, f"task {self.name}: {self.file} has no molecule to train on: give more")
+        unknown = f"all {left_out['train']} have unknown characters: write them as SMILES"
+        mend = unknown if left_out["train"] else "give more molecules"
+        require(len(made["train"]) > 0, f"task {self.name}: {self.file} has no molecule to train on: {mend}")
         with written_whole(folder, CACHE_FILE) as partial:
             arrays = {f"{split}/{part}": array for split, some in made.items() for part, array in vars(some).items()}
-            save_file(arrays, partial / CACHE_FILE, metadata={"vocabulary": json.dumps(vocabulary)})
+            facts = {"vocabulary": json.dumps(vocabulary), "left_out": str(left_out.total())}
+            save_file(arrays, partial / CACHE_FILE, metadata=facts)
         sizes = ", ".join(f"{len(some)} {split}" for split, some in made.items())
-        without = f"; left out: {left_out} with characters or atoms that are unknown" if left_out else ""
-        say(f"task {self.name}: {sizes} molecules of {len(vocabulary)} tokens{without}", err=True)
-        return vocabulary, made
+        say(f"task {self.name}: {sizes} molecules of {len(vocabulary)} tokens", err=True)
+        return vocabulary, made, left_out.total()
 
 
-def _read(folder: Path) -> tuple[tuple[str, ...], dict[str, Ragged]] | None:
+def _read(folder: Path) -> _Tokens | None:
     """What was made earlier, or None where it is not there or not whole."""
     try:
         files.check(folder, CACHE_FILE)
         with safe_open(folder / CACHE_FILE, framework="numpy") as file:
             parts = {split: [file.get_tensor(f"{split}/{part}") for part in ("ids", "offsets")] for split in _SPLITS}
-            vocabulary = tuple(json.loads(file.metadata()["vocabulary"]))
-        return vocabulary, {split: Ragged(*arrays) for split, arrays in parts.items()}
+            facts = file.metadata()
+        splits = {split: Ragged(*arrays) for split, arrays in parts.items()}
+        return tuple(json.loads(facts["vocabulary"])), splits, int(facts.get("left_out", 0))
     except Exception:  # whatever a missing or damaged file makes the library raise
         return None

@@ -193,7 +193,9 @@ class WaitingLines(Puzzle):
 
     def log_posterior(self, tokens: Tensor) -> Tensor:
         """Every right answer that agrees with what is revealed counts alike; where none does, all of them."""
-        require("shuffle" not in self._chosen, f"task {self.name}: the exact posterior of shuffle is not known")
+        instead = "leave it out of task.operations, as --set task.operations=remove-random does"
+        unknown = f"task {self.name}: the exact posterior of shuffle is not known: {instead}"
+        require("shuffle" not in self._chosen, unknown)
         response, (written, right) = tokens[:, self._start :], self._right(tokens[:, : self._start])
         masked = response == len(self.vocabulary)
         agrees = right & (masked[:, None] | (written == response[:, None])).all(-1)  # [B, K]
@@ -219,8 +221,8 @@ class WaitingLines(Puzzle):
             if which and asked.any():
                 figures[f"valid{which}"] = int(right.sum()) / int(asked.sum())
             if (word == "shuffle" or "random" in word) and right.any():
-                more = int("insert" in word)
-                figures[f"TV{which}"] = total_variation(place[right], n[right] + more, self.min_n + more)
+                places = n[right] + int("insert" in word)
+                figures[f"TV{which}"] = total_variation(place[right], places, int(places.min()))
         return figures
 
 

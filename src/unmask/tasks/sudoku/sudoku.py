@@ -18,7 +18,7 @@ from torch import Tensor
 from unmask import files
 from unmask.display import say
 from unmask.errors import UserError, require
-from unmask.progress import progress
+from unmask.progress import progress, watched
 from unmask.tasks.cache import alone_in, cache_folder, written_whole
 from unmask.tasks.puzzles.puzzle import Puzzle, unpadded
 from unmask.tasks.sudoku.solver import Cells, dig, geometry, solve
@@ -82,13 +82,22 @@ class Sudoku(Puzzle):
 
     @property
     def test_examples(self) -> int:
-        return len(self._base[self.held_out])
+        return len(self._rows(self.held_out))
+
+    def check(self) -> None:
+        self._rows(self.held_out)
+        super().check()
+
+    def _rows(self, split: str) -> Tensor:
+        """[P, L]: the base puzzles of a split, of which there must be some."""
+        mend = "give more puzzles" if self.file else "set puzzles higher"
+        other = ", or choose held_out test" if split == "hard" else ""
+        require(len(self._base[split]) > 0, f"task {self.name}: no puzzle is left for {split}: {mend}{other}")
+        return self._base[split]
 
     def examples(self, ids: Tensor, split: str) -> Examples:
         check_split(split)
-        source = "train" if split == "train" else self.held_out
-        base = self._base[source]  # [P, L]
-        require(len(base) > 0, f"task {self.name}: no puzzle is left for {source}: set puzzles higher, or give more")
+        base = self._rows("train" if split == "train" else self.held_out)
         if split == "test":
             signed = base[ids % len(base)]  # [B, L]
             return unpadded(signed.abs() - 1, signed < 0)
@@ -128,7 +137,6 @@ class Sudoku(Puzzle):
         return {split: signed.long() for split, signed in found.items()}
 
     def _make(self, folder: Path) -> dict[str, Tensor]:
-        say(f"task {self.name}: puzzles are made once and kept in {folder.parent}", err=True)
         rows: dict[str, list[list[int]]] = {"train": [], "test": [], "hard": []}
         for puzzle, grid, guesses in self._read_file() if self.file else self._dug():
             clues = sum(digit is not None for digit in puzzle)
@@ -140,7 +148,7 @@ class Sudoku(Puzzle):
         with written_whole(folder, CACHE_FILE) as partial:
             save_file(made, partial / CACHE_FILE)
         sizes = ", ".join(f"{len(some)} {split}" for split, some in made.items())
-        say(f"task {self.name}: {sizes} base puzzles", err=True)
+        say(f"task {self.name}: {sizes} base puzzles, made once and kept in {folder.parent}", err=True)
         return made
 
     def _dug(self) -> Iterator[tuple[Cells, list[int], int]]:
@@ -157,22 +165,24 @@ class Sudoku(Puzzle):
                 advance()
 
     def _read_file(self) -> Iterator[tuple[Cells, list[int], int]]:
-        digits, cells = f"1-{self.box**2}", self.length
+        digits, cells, mend = f"1-{self.box**2}", self.length, "correct or remove it"
         form = re.compile(rf"([0.{digits}]{{{cells}}})(?:[\s,;]+([{digits}]{{{cells}}}))?")
         with Path(self.file).expanduser().open(encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines, start=1):
+            for number, line in enumerate(watched(list(lines), "puzzles"), start=1):
                 if not line.strip():
                     continue
                 where, read = f"task {self.name}: {self.file}, line {number}", form.fullmatch(line.strip())
                 if read is None:
-                    raise UserError(f"{where}: give {cells} cells ({digits}, 0 or . for blanks), then their solution")
+                    size, other = len(re.split(r"[\s,;]", line.strip())[0]), 5 - self.box
+                    where += f" has {size} cells: set task.box to {other}, or" if size == other**4 else ":"
+                    raise UserError(f"{where} give {cells} cells ({digits}, 0 or . for blanks), then their solution")
                 puzzle = [None if cell in "0." else int(cell) - 1 for cell in read[1]]
                 grids, guesses = solve(self.box, puzzle)
-                require(len(grids) > 0, f"{where}: the puzzle has no solution")
-                require(len(grids) == 1, f"{where}: the puzzle has more than one solution")
-                require(None in puzzle, f"{where}: the puzzle has no blanks")
+                require(len(grids) > 0, f"{where}: the puzzle has no solution: {mend}")
+                require(len(grids) == 1, f"{where}: the puzzle has more than one solution: {mend}")
+                require(None in puzzle, f"{where}: the puzzle has no blanks: {mend}")
                 given = [int(digit) - 1 for digit in read[2] or ""]
-                require(given in ([], grids[0]), f"{where}: the solution is not that of the puzzle")
+                require(given in ([], grids[0]), f"{where}: the solution is not that of the puzzle: {mend}")
                 yield puzzle, grids[0], guesses
 
 
