@@ -22,7 +22,7 @@ from unmask.models.order_model import ModelFolderError, OrderModel, OrderModelCo
 from unmask.own_code import source_of
 from unmask.recipe import DenoiseRecipe, OrderRecipe, Recipe, continued, flat, not_continued
 from unmask.runtime import precision_on, process_settings
-from unmask.tasks.exact import EXACT, ExactDenoiser
+from unmask.tasks.exact import EXACT, ExactDenoiser, check_exact
 from unmask.tasks.task import Task
 from unmask.training.block_diffusion import BlockDenoiseObjective
 from unmask.training.build import build_model, check_vocabulary, task_of, without_order
@@ -126,6 +126,8 @@ def train(
 def check_denoiser_folder(recipe: Recipe) -> None:
     """What is not there is told before the task is built, which may take minutes."""
     named, folder = f"model.denoiser = {recipe.model.denoiser!r}", Path(recipe.model.denoiser).expanduser()
+    if recipe.model.denoiser == EXACT:
+        check_exact(str(recipe.task["name"]))
     if recipe.model.denoiser in ("", EXACT):
         return
     from_hub = "one of the hub comes here with `hf download NAME --local-dir FOLDER`"
