@@ -124,11 +124,16 @@ def not_four(input_ids, scores):
 @pytest.mark.parametrize(
     ("message", "allowed", "options"),
     [
-        ("no token is allowed at position 3 of sequence 1", EMPTY, {}),
+        ("no token is allowed at position 3 of sequence 1: allow one there", EMPTY, {}),
         ("no token is allowed at position 2 of sequence 0", FOURTH, {"suppress_tokens": [4]}),
         ("no token is allowed at position 2 of sequence 0", FOURTH, {"eos_token_id": 4, "min_length": 1}),
         ("no token is allowed at position 2 of sequence 0", lambda s, r, p: FOURTH[p], {"suppress_tokens": [4]}),
-        ("at step 0, processors and allowed tokens applied", FOURTH, {"processors": [not_four]}),
+        ("at step 0, processors and allowed tokens applied: leave a token", FOURTH, {"processors": [not_four]}),
+        (
+            "at step 0, processors applied: leave a token",
+            None,
+            {"processors": [lambda ids, scores: scores - torch.inf]},
+        ),
         ("allowed must be booleans, got torch.int64", EMPTY.long(), {}),
         ("allowed must be [4, V] or [2, 4, V], got [2, 3, 11]", EMPTY[:, :3], {}),
         ("allowed is for 5 tokens, and the denoiser writes 11", EMPTY[..., :5] | True, {}),

@@ -185,6 +185,20 @@ def test_the_prefix_cache_keeps_what_the_first_pass_of_a_block_saw():
     torch.testing.assert_close(second[:, 3:], _with_kept_prefix(deep, start, canvas.tokens, 3))
 
 
+def test_the_prefix_cache_of_a_block_that_may_still_be_revised():
+    """Without masks it is finished only if the rule says so; until then its own tokens are computed anew, as before."""
+    deep, canvas = block_denoiser(0), blank_canvas(torch.tensor([[1, 2, 3, *[MASK] * 8]]), None, None, MASK)
+    kept = Kept(deep, parse_policy("blocks(4,joint-threshold(0.3,0.1))"), canvas)
+    canvas.memory["block"] = torch.tensor([0])
+    first, start = kept.passed(canvas).clone(), canvas.tokens.clone()
+    canvas.tokens[0, 3:7], canvas.masked[0, 3:7], canvas.index[0] = 5, False, 1
+    second = kept.passed(canvas)
+    assert torch.equal(second[:, :3], first[:, :3])
+    torch.testing.assert_close(second[:, 3:], _with_kept_prefix(deep, start, canvas.tokens, 3))
+    canvas.memory["block"], canvas.index[0] = torch.tensor([1]), 2
+    torch.testing.assert_close(kept.passed(canvas), deep.hidden(canvas.tokens))  # a new block: all of it anew
+
+
 def _with_kept_prefix(denoiser, before, now, prefix):
     """Layer by layer: the prefix from `before`, what follows from `now`, which looks at both."""
     backbone = denoiser.backbone
@@ -295,6 +309,12 @@ class Plain:
         (block_denoiser(), "prophet", {}, "blocks cannot hold prophet"),
         (small_denoiser(), "margin", {"cache": "prefix"}, r"writes anywhere.*such as blocks\(32,margin\)"),
         (Plain(), "blocks(4,margin)", {"cache": "prefix"}, "Plain keeps no keys and values: leave cache out"),
+        (
+            network(lambda: Denoiser(BackboneConfig(16, 1, 2, 16, max_length=64), V, shift=True)),
+            "blocks(4,margin)",
+            {"cache": "prefix"},
+            "a model with shift reads a token from the state before it",
+        ),
         (small_denoiser(), "blocks(4,margin)", {"cache": "dual"}, "cache must be auto, none or prefix, got 'dual'"),
         (small_denoiser(), "blocks(4,margin)", {"cache": "prefix", "guidance": 1.0}, "does not go with guidance"),
         (small_denoiser(), "blocks(4,margin)", {"cache": "prefix", "fixed_shapes": True}, "compile or fixed_shapes"),

@@ -316,13 +316,16 @@ class Decodes:
         ("processors cannot be compiled", {"processors": [lambda ids, scores: scores], "compile": True}),
         ("processor cut must return scores [42, 12] as it gets, not [42, 3]", {"processors": ["cut"]}),
         ("processor cut must return scores [42, 12] as it gets, not a NoneType", {"processors": ["nothing"]}),
+        ("processor cut must return scores, not torch.bool: -inf is for", {"processors": ["mask"]}),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_one_line(message, options):
     def cut(input_ids, scores):
-        return scores[:, :3] if options["processors"][0] == "cut" else None
+        return {"cut": scores[:, :3], "nothing": None, "mask": scores > 0}[options["processors"][0]]
 
-    given = {**options, "processors": [cut]} if options.get("processors") in (["cut"], ["nothing"]) else options
+    given = (
+        {**options, "processors": [cut]} if options.get("processors") in (["cut"], ["nothing"], ["mask"]) else options
+    )
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         generate(DENOISER, PROMPTS, "margin", 6, **given)
     assert message in str(caught.value)

@@ -1,5 +1,6 @@
 """Block diffusion against its definition: every mask of every block by itself, and every block by itself."""
 
+import math
 from itertools import product
 
 import numpy as np
@@ -74,51 +75,54 @@ def test_one_pass_over_two_copies_is_a_pass_for_each_block(left):
                     torch.testing.assert_close(found[row][real][n], value)
 
 
-ONE = padded(SEQUENCES[:1], RESPONSES[:1])
-BLOCK = block_numbers(ONE.response, SIZE)
-# Every mask of both blocks, none of them empty, and how likely it is: the count of a block is 1 or 2, then its mask.
-MASKS = [
-    torch.tensor([[False, *first, *second]])
-    for first in product([False, True], repeat=2)
-    for second in product([False, True], repeat=2)
-    if any(first) and any(second)
-]
-LIKELY = [float(np.prod([0.5 if int((mask & (b == BLOCK)).sum()) == 2 else 0.25 for b in (1, 2)])) for mask in MASKS]
+def every_mask(N):
+    """A response of two blocks, of 2 and N - 2, their sizes, and every mask with how likely it is.
+
+    No block is without masks: each has a count that is uniform in 1, ..., N_b, then a uniform mask of it.
+    """
+    one = padded([SEQUENCES[0][: N + 1]], [RESPONSES[0][: N + 1]])
+    sizes, found = [2, N - 2], []
+    for chosen in product(*(list(product([False, True], repeat=size))[1:] for size in sizes)):
+        likely = math.prod(1 / (size * math.comb(size, sum(part))) for size, part in zip(sizes, chosen, strict=True))
+        found.append((torch.tensor([[False, *chosen[0], *chosen[1]]]), likely))
+    return one, block_numbers(one.response, SIZE), sizes, found
 
 
+@pytest.mark.parametrize("N", [3, 4])
 @torch.no_grad()
-def test_the_objective_is_its_definition(monkeypatch):
+def test_the_objective_is_its_definition(monkeypatch, N):
     """Its mean over all draws = 1/N sum_b int_0^1 dt sum_A t^|A| (1-t)^(N_b-|A|) 1/t sum_{n in A} -log mu^n,
 
     where A are the masks of block b, each by a pass that ends with this block; by Gauss-Legendre quadrature.
     """
-    denoiser = block_model().denoiser
+    denoiser, (one, block, sizes, masks) = block_model().denoiser, every_mask(N)
     nodes, node_weights = np.polynomial.legendre.leggauss(8)
     defined = 0.0
-    for b in (1, 2):
-        inside = (BLOCK[0] == b).nonzero()[:, 0]
-        for chosen in list(product([False, True], repeat=2))[1:]:
-            masked, m = torch.zeros(5, dtype=torch.bool), sum(chosen)
+    for b, size in enumerate(sizes, 1):
+        inside = (block[0] == b).nonzero()[:, 0]
+        for chosen in list(product([False, True], repeat=size))[1:]:
+            masked, m = torch.zeros(N + 1, dtype=torch.bool), sum(chosen)
             masked[inside] = torch.tensor(chosen)
             t = (nodes + 1) / 2
-            weight = float((node_weights / 2 * t ** (m - 1) * (1 - t) ** (2 - m)).sum())
-            defined -= weight * sum(log_mu_of_a_block(denoiser, ONE.tokens[0], BLOCK[0], masked, b).values()) / 4
+            weight = float((node_weights / 2 * t ** (m - 1) * (1 - t) ** (size - m)).sum())
+            defined -= weight * sum(log_mu_of_a_block(denoiser, one.tokens[0], block[0], masked, b).values()) / N
     objective, total = BlockDenoiseObjective(denoiser, seed=0), 0.0
-    for masked, likely in zip(MASKS, LIKELY, strict=True):
-        counts = torch.stack([(masked & (b == BLOCK)).sum(-1) for b in (1, 2)], -1)
-        monkeypatch.setattr(block_diffusion, "block_mask_counts", lambda *_, c=counts: (c, torch.full((1, 2), SIZE)))
+    for masked, likely in masks:
+        drawn = torch.stack([(masked & (b == block)).sum(-1) for b in (1, 2)], -1), torch.tensor([sizes])
+        monkeypatch.setattr(block_diffusion, "block_mask_counts", lambda *_, drawn=drawn: drawn)
         monkeypatch.setattr(block_diffusion, "mask_blocks", lambda *_, masked=masked: masked)
-        total += likely * objective(ONE, torch.arange(1), torch.tensor([0.5])).loss
+        total += likely * objective(one, torch.arange(1), torch.tensor([0.5])).loss
     torch.testing.assert_close(total, defined)
 
 
-def test_masks_are_drawn_as_the_definition_says():
-    B = 4096
-    many = Examples(*(part.expand(B, -1) for part in (ONE.tokens, ONE.response, ONE.attention_mask)))
+@pytest.mark.parametrize("N", [3, 4])
+def test_masks_are_drawn_as_the_definition_says(N):
+    B, (one, _, _, masks) = 4096, every_mask(N)
+    many = Examples(*(part.expand(B, -1) for part in (one.tokens, one.response, one.attention_mask)))
     counts, _ = block_mask_counts(spread(B), many.num_response, SIZE, seed=0)
     block = block_numbers(many.response, SIZE)
     masked = mask_blocks(many, block, counts.gather(-1, (block - 1).clamp(min=0)), torch.arange(B), SIZE, seed=0)
-    for mask, likely in zip(MASKS, LIKELY, strict=True):
+    for mask, likely in masks:
         assert abs(int((masked == mask).all(-1).sum()) - B * likely) < 5 * (B * likely) ** 0.5
 
 

@@ -98,7 +98,10 @@ def check_cache(cache: str, denoiser: object, policy: Policy, guided: bool, stat
     if cache == "none":
         return False
     if not able:
-        raise UserError(f"cache = 'prefix': {type(denoiser).__name__} keeps no keys and values: leave cache out")
+        why = f"{type(denoiser).__name__} keeps no keys and values"
+        if getattr(denoiser, "shift", False):
+            why = "a model with shift reads a token from the state before it, which may be in another block"
+        raise UserError(f"cache = 'prefix': {why}: leave cache out")
     if not isinstance(policy, Blocks):
         why = "re-masks anywhere" if policy.remasks else "writes anywhere"
         try:

@@ -139,8 +139,13 @@ def checked_allowed(allowed: Any, whole: Canvas, choice: TokenChoice, mask_token
     empty = whole.response & (left == 0)
     if empty.any():
         row, place = empty.nonzero()[0].tolist()
-        raise UserError(f"no token is allowed at position {int(whole.position[row, place])} of sequence {row}")
+        raise no_token(int(whole.position[row, place]), row)
     return cast(Tensor, allowed)
+
+
+def no_token(position: int, sequence: int) -> UserError:
+    where = f"no token is allowed at position {position} of sequence {sequence}"
+    return UserError(f"{where}: allow one there that suppress_tokens and min_length leave")
 
 
 def _rectangle(prompts: Tensor | Sequence[Tensor], mask: Tensor | None, mask_token_id: int) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,8 @@ def reveal_count(
     """k_i [B].
 
     even:    N div S, plus one for the first N mod S steps (LLaDA's reference count): (N + S - 1 - i) div S
-    floor:   floor(|M| (1 - s/t)) with times t = 1 - i (1 - eps) / S, s the next, eps = 1/1000 (Dream, SMDM), which is
-             |M| 999 div (1000 S - 999 i).  A step may reveal nothing.
+    floor:   floor(|M| (1 - s/t)) with times t = 1 - i (1 - eps) / S, s the next, eps = 1/1000 (Dream), which is
+             |M| 999 div (1000 S - 999 i).  A step may reveal nothing.  SMDM has eps = 1e-5: the same up to N = 512.
     cosine:  floor(N cos(pi/2 (i+1)/S)) are left behind the step, and at least one is revealed (MaskGIT)
     """
     if kind == "floor":

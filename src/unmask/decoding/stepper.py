@@ -22,7 +22,7 @@ from torch import Tensor
 from unmask import rng
 from unmask.decoding.blocks import block_causal, block_numbers
 from unmask.decoding.cache import Kept
-from unmask.decoding.canvas import Canvas
+from unmask.decoding.canvas import Canvas, no_token
 from unmask.decoding.confidence import Confidence, confidence, largest, log_probabilities
 from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.policies.rule import Decision, Policy, Step
@@ -119,8 +119,9 @@ class Stepper:
                     places, peaks = self.peaks
                     row = int(places[~torch.isfinite(peaks)][0]) // self.length
                 at = f"for sequence {int(canvas.row[row])} at step {steps[row]}"
-                changed = what == "denoiser" and (self.choice.processors or self.allowed is not None)
-                by = ", processors and allowed tokens applied" if changed else ""
+                given = {"processors": self.choice.processors, "allowed tokens": self.allowed is not None}
+                changed = " and ".join(name for name, is_given in given.items() if is_given and what == "denoiser")
+                by = f", {changed} applied: leave a token at every position" if changed else ""
                 raise UserError(f"the {what}'s logits are not finite {at}{by}")
         stopped = status.get("stopped", [False] * len(steps))
         finished = status.get("finished", [not self.policy.remasks] * len(steps))
@@ -396,10 +397,11 @@ class Stepper:
         beyond = max(0, self.denoiser.mask_token_id + 1 - V)
         scores = torch.nn.functional.pad(logits, (0, beyond), value=-torch.inf)
         for processor in self.choice.processors:
-            given = processor(sequences, scores)
+            given, name = processor(sequences, scores), getattr(processor, "__name__", type(processor).__name__)
             if not torch.is_tensor(given) or given.shape != scores.shape:
-                name = getattr(processor, "__name__", type(processor).__name__)
                 raise UserError(f"processor {name} must return scores {_shape(scores)} as it gets, not {_shape(given)}")
+            if not given.is_floating_point():
+                raise UserError(f"processor {name} must return scores, not {given.dtype}: -inf is for what it forbids")
             scores = given
         return scores[:, :V].index_fill(-1, self.never, -torch.inf)
 
@@ -417,7 +419,7 @@ class Stepper:
         empty = ~(allowed & (logits != -torch.inf)).any(-1)
         if empty.any():
             sequence, position = (int(each[empty][0]) for each in (canvas.row[row], positions))
-            raise UserError(f"no token is allowed at position {position} of sequence {sequence}")
+            raise no_token(position, sequence)
         return allowed
 
     def _without_padding(self, canvas: Canvas) -> Tensor:
