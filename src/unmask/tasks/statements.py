@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -95,7 +95,7 @@ class Statements(Task):
         return Examples(tokens, random_spans(u, n, self.length), torch.arange(self.length) < n[:, None])
 
     def valid(self, tokens: Tensor, examples: Examples) -> Tensor:
-        known = self._known(tokens)
+        known = ((tokens >= 0) & (tokens < len(self.vocabulary))).all(-1)
         if self.form == "infill":  # a span has no end inside it
             known &= prompt_kept(tokens, examples) & ((tokens > 0) | ~examples.response).all(-1)
         for row in known.nonzero()[:, 0].tolist():
@@ -108,23 +108,17 @@ class Statements(Task):
         found = {"novel": self.valid(tokens, examples) & ~known}
         return found | ({"same": (tokens == examples.tokens).all(-1)} if self.form == "infill" else {})
 
-    def _known(self, tokens: Tensor) -> Tensor:
-        return ((tokens >= 0) & (tokens < len(self.vocabulary))).all(-1)
-
     def codes(self, tokens: Tensor, examples: Examples) -> list[str] | None:
-        """The text, "" where a token is none; spans have different prompts."""
+        """The statement, "" for what is none; spans have different prompts."""
         if self.form == "infill":
             return None
-        known = self._known(tokens).tolist()
-        return [self.text(row) if whole else "" for row, whole in zip(tokens.tolist(), known, strict=True)]
+        valid = self.valid(tokens, examples).tolist()
+        return [self.text(row) if is_valid else "" for row, is_valid in zip(tokens.tolist(), valid, strict=True)]
 
-    def overall(self, codes: Sequence[str | int]) -> dict[str, float]:
-        """A verdicts.jsonl may have numbers, 0 for what is no statement: they do not tell how long one is."""
-        valid = [code for code in codes if code and (isinstance(code, int) or is_statement(code))]
-        figures = {"unique": len(set(valid)) / len(valid)} if valid else {}
-        if all(isinstance(code, str) for code in codes):
-            figures["characters"] = sum(len(str(code)) for code in valid) / len(codes)
-        return figures
+    def overall(self, codes: list[str]) -> dict[str, float]:
+        valid = [text for text in codes if text]
+        unique = {"unique": len(set(valid)) / len(valid)} if valid else {}
+        return unique | {"characters": sum(map(len, valid)) / len(codes)}
 
     @cached_property
     def _trained(self) -> Tensor:
