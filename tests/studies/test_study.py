@@ -461,6 +461,21 @@ WRONG = {
         '"order.from_init=true"]\nseeds = [1, 2]',
         "shared starts from 'frozen', which has seeds of its own",
     ),
+    "no such denoiser": (
+        'baseline = "con',
+        'denoiser = "con2',
+        "shared is evaluated on 'con2tinued', which is no run before it",
+    ),
+    "denoiser of several seeds": (
+        'baseline = "continued',
+        'denoiser = "frozen',
+        "shared is evaluated on 'frozen', which has seeds of its own",
+    ),
+    "no such run to evaluate": (
+        'split = "test"',
+        'split = "test"\nruns = ["frozne"]',
+        "test: no run 'frozne'; did you mean 'frozen'?",
+    ),
     "no such start": ('start = "denoiser"', 'start = "denoisr"', "starts from 'denoisr', which is no run before it"),
     "unknown key": ("others =", "other =", "unknown key 'other'; did you mean 'others'?"),
     "no learned rule": (
@@ -520,11 +535,19 @@ def test_the_studies_that_come_with_unmask():
             assert recipe.evaluate.temperature == (0 if given else 1)
 
 
-def test_a_split_that_only_one_task_has():
+def test_a_split_for_one_task_or_some_runs():
     whole = Reproduction(*load_study("where-order-matters"), Path("runs"), [])
-    tasks = {
-        split.split: {whole.runs[stage.run].recipe.task["name"] for stage in whole.stages() if stage.split == split}
+    tasks = {run.training.name: run.recipe.task["name"] for run in whole.runs.values()}
+    found = {
+        split.split: {whole.runs[stage.run].training.name for stage in whole.stages() if stage.split == split}
         for split in whole.study.evaluate
     }
-    assert len(tasks.pop("test")) == 4
-    assert tasks == {"remove-random-16": {"waiting-lines"}, "hard": {"sudoku"}}
+    exact = {f"exact-seed{seed}" for seed in (0, 1, 2)}
+    assert found == {
+        "test": tasks.keys() - exact - {"search"},
+        "remove-random-16": {"lines", "lines-order", "search"},
+        "hard": {name for name, task in tasks.items() if task == "sudoku"},
+        "remove-random": exact,
+    }
+    seeds = {name: (whole.runs[name].recipe.seed, whole.runs[name].recipe.task["seed"]) for name in exact}
+    assert seeds == {f"exact-seed{seed}": (seed, seed) for seed in (0, 1, 2)}

@@ -8,10 +8,11 @@ learned_tried          further ways, evaluated on the first split only
 bf16                   evaluate with the denoiser's trunk in bfloat16
 [[train]]              a run per seed: `recipe` with the overrides `set`, from the run that `start` names (if that has
                        the same seeds: from the one of the same seed); a joint order is compared with the run that
-                       `baseline` names, or with one that it trains itself
+                       `baseline` names, or with one that it trains itself; an order that is kept without a denoiser is
+                       evaluated on that of the run that `denoiser` names, and so are the heuristics beside it
 [[evaluate]]           a held-out split: every order, and every heuristic at the steps that the orders take; with
                        `curve = true` the sweep of `unmask evaluate --curve` instead, with `steps` as the caps; with
-                       `task` only the runs of that task
+                       `task` only the runs of that task, with `runs` only those of these names
 
 OUT/RUN/                            the folder of a run
 OUT/logs/STAGE.txt                  the output of a stage, where several run at once
@@ -70,6 +71,7 @@ class Training:
     recipe: str  # a name, or a file beside the study's
     start: str = ""  # the name of an earlier training, from which it starts
     baseline: str = ""  # of a joint order: the name of an earlier training, which is its denoiser trained further
+    denoiser: str = ""  # of an order kept without one: the name of an earlier training, on whose it is evaluated
     set: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()  # none: the recipe's own
 
@@ -89,6 +91,7 @@ class Split:
     steps: tuple[int, ...] = ()  # further budgets of the heuristics; of a curve, the caps of all
     curve: bool = False  # sweep the orders over their prices and every rule over its settings
     task: str = ""  # only the runs of this task, where others do not have the split; "": all
+    runs: tuple[str, ...] = ()  # the names of the trainings that are evaluated; none: all
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,12 @@ class Study:
         stages = [*names, *(split.split for split in self.evaluate)]
         if twice := [name for name in stages if stages.count(name) > 1]:
             raise UserError(f"two stages are called {twice[0]!r}")
+        for split in self.evaluate:
+            if unknown := [name for name in split.runs if name not in names]:
+                raise UserError(f"{split.split}: no run {unknown[0]!r}; {_instead(unknown[0], names)}")
         for place, training in enumerate(self.train):
-            for what, name in (("starts from", training.start), ("has the baseline", training.baseline)):
+            others = {"starts from": training.start, "has the baseline": training.baseline}
+            for what, name in {**others, "is evaluated on": training.denoiser}.items():
                 if name and name not in names[:place]:
                     raise UserError(f"{training.name} {what} {name!r}, which is no run before it")
                 seeds = self.train[names.index(name)].seeds if name else ()
@@ -224,6 +231,8 @@ class Reproduction:
                         f"{other} and {name} have the same budget and the same seed: set another model.label in one "
                         "of them, or their records could not be told apart"
                     )
+            if run.training.denoiser and not recipe.model.denoiser:
+                raise UserError(f"{name} brings its own denoiser: leave out denoiser = {run.training.denoiser!r}")
             if not baseline:
                 continue
             if self._denoiser_of(self.runs[baseline].start) != self._denoiser_of(run.start):
@@ -249,6 +258,7 @@ class Reproduction:
         """Orders first: the heuristics run at the steps that these take."""
         study, first = self.study, split == self.study.evaluate[0]
         runs = [run for run in runs if split.task in ("", self.runs[run].recipe.task["name"])]
+        runs = [run for run in runs if not split.runs or self.runs[run].training.name in split.runs]
         budgets = {run: order.budget for run in runs if (order := self.runs[run].recipe.order) is not None}
         rivals_of = {order: self.runs[order].training.baseline or self._denoiser_of(order) for order in budgets}
         elsewhere = tuple(order for order in budgets if rivals_of[order] != order)
@@ -293,7 +303,10 @@ class Reproduction:
             words += [*_each("--policy", [*stage.policies, *others]), *_each("--steps", stage.steps)]
             words += _each("--against", [self.out / order for order in stage.against])
             words += ["--curve"] if stage.split.curve else []
-            words += ["--bf16"] if self.study.bf16 else []
+            if other := run.training.denoiser:
+                words += ["--denoiser", str(self.out / other), "--any-denoiser"]
+            own = run.recipe.model.denoiser == ""  # any other has a precision of its own
+            words += ["--bf16"] if self.study.bf16 and own else []
             words += ["--trust-task"] if run.recipe.own_code else []  # the study's recipe names it
         return [*words, "--cpu"] if self.cpu else words
 
@@ -339,7 +352,11 @@ class Reproduction:
         if stage.split is None:
             run = self.runs[stage.run]
             return {run.start, run.training.baseline} - {""}
-        return {stage.run, *stage.against, *(f"{stage.split.split}/{order}" for order in stage.against)}
+        return {*self._evaluated_with(stage), *(f"{stage.split.split}/{order}" for order in stage.against)}
+
+    def _evaluated_with(self, stage: Stage) -> list[str]:
+        """The runs whose models an evaluation reads."""
+        return list(filter(None, (stage.run, *stage.against, self.runs[stage.run].training.denoiser)))
 
     def _run(self, shown: dict[Stage, str]) -> None:
         """Run the stages that are not done, each as soon as what it needs is there; `shown`: how it is announced."""
@@ -391,7 +408,7 @@ class Reproduction:
     def _models(self, stage: Stage) -> str:
         """Twelve hex digits that change with the models that are evaluated, by the checksums in their manifests."""
         names = ("config.json", "model.safetensors", "tokenizer.json")
-        runs = [run for run in (stage.run, *stage.against) if stage.split is not None and self._is_trained(run)]
+        runs = [run for run in self._evaluated_with(stage) if stage.split is not None and self._is_trained(run)]
         listed = [files.read_manifest(self.out / run)["files"] for run in runs]
         text = json.dumps([[found.get(name) for name in names] for found in listed])
         return hashlib.sha256(text.encode()).hexdigest()[:12] if listed else ""
@@ -408,9 +425,10 @@ class Reproduction:
     # --- what came of it ----------------------------------------------------------------------------------------------
 
     def evaluated(self) -> list[Record]:
-        """Everything that has been evaluated, of all runs."""
+        """Everything that has been evaluated, of all runs; once where several ran a heuristic on one denoiser."""
         folders = [self.out / run for run in self.runs]
-        return [record for run in folders if (run / "results.jsonl").exists() for record in read_run(run)]
+        found = [record for run in folders if (run / "results.jsonl").exists() for record in read_run(run)]
+        return list({record.key: record for record in found}.values())
 
     def collect(self) -> None:
         """Put the records of all runs into one file, and the recipes, the gains and the curves beside it."""
