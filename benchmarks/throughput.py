@@ -11,9 +11,10 @@
     engine, learned       the same with the order of the run at a price, read greedily; left out if it has none
 
 Each way gets the setting that evaluates the fewest rows on the dev split among those that solve no fewer problems there
-than the first way; on a GPU the engine is compiled if it is faster there.  Then all are timed in turn on the same
-problems of another split, after a warm-up: from prompts on the host to tokens on the host; checking the answers is left
-out.  The plain loop is eager; the trunk is bfloat16 for all where the run's recipe says so.
+than the first way, and the batch that is the fastest there; on a GPU the engine is compiled if that is faster.  Then
+all are timed in turn on the same problems of another split, after a warm-up: from prompts on the host to tokens on the
+host; checking the answers is left out.  The plain loop is eager; the trunk is bfloat16 for all where the run's recipe
+says so.
 """
 
 from __future__ import annotations
@@ -62,6 +63,13 @@ class Setting(NamedTuple):
     max_steps: int
 
 
+class Mode(NamedTuple):
+    """How a way runs, whatever it writes."""
+
+    batch: int
+    compiled: bool = False
+
+
 @torch.inference_mode()
 def plain_loop(
     denoiser: AnyDenoiser, batch: int, setting: Setting, device: torch.device, examples: Examples
@@ -101,7 +109,7 @@ class Way:
 
     name: str
     settings: Sequence[Setting]
-    make: Callable[[Setting, bool], Write]  # from a setting, compiled or not
+    make: Callable[[Setting, Mode], Write]
     can_compile: bool = True
 
 
@@ -109,7 +117,6 @@ def ways(
     denoiser: AnyDenoiser,
     own: AnyDenoiser,
     selector: Selector | None,
-    batch: int,
     max_steps: int,
     thresholds: Sequence[float],
     prices: Sequence[float],
@@ -117,11 +124,11 @@ def ways(
 ) -> list[Way]:
     """denoiser: that of the rules.  own: that of the learned order, the same unless it learned along."""
 
-    def plain(setting: Setting, compiled: bool) -> Write:
-        return partial(plain_loop, denoiser, batch, setting, device)
+    def plain(setting: Setting, mode: Mode) -> Write:
+        return partial(plain_loop, denoiser, mode.batch, setting, device)
 
-    def with_rule(used: AnyDenoiser, rule: Callable[[float], Policy], setting: Setting, compiled: bool) -> Write:
-        engine = Engine(used, rule(setting.value), setting.max_steps, batch_size=batch, compile=compiled)
+    def with_rule(used: AnyDenoiser, rule: Callable[[float], Policy], setting: Setting, mode: Mode) -> Write:
+        engine = Engine(used, rule(setting.value), setting.max_steps, batch_size=mode.batch, compile=mode.compiled)
         return partial(engine_loop, engine, device)
 
     caps = sorted({min(cap, max_steps) for cap in CAPS})
@@ -151,12 +158,12 @@ class Choice(NamedTuple):
     enough: bool  # no less than the first way
 
 
-def choose(way: Way, task: Task, examples: Examples, least: float) -> Choice:
+def choose(way: Way, mode: Mode, task: Task, examples: Examples, least: float) -> Choice:
     """Of the settings that are right in at least the share `least`, the one with the fewest rows evaluated; if there is
     none, the most accurate."""
     found = []
     for setting in way.settings:
-        out = way.make(setting, False)(examples)
+        out = way.make(setting, mode)(examples)
         accuracy = float(task.valid(out.tokens, examples).double().mean())
         found.append((accuracy >= least, (-out.rows if accuracy >= least else accuracy), accuracy, setting))
         each = f"{way.name:>20} {setting.value:<6.4g} {setting.max_steps:>3} {accuracy:.4f} right in "
@@ -177,26 +184,28 @@ def timed(write: Write, examples: Examples) -> Timed:
     return Timed(time.perf_counter() - started, out)
 
 
-def warm(choice: Choice, examples: Examples, batch: int, modes: Sequence[bool]) -> tuple[Write, bool]:
-    """The way with its setting, warmed up, and whether it is compiled: of `modes` the faster on these examples."""
-    few = examples.rows(torch.arange(min(len(examples), 2 * batch + 1)))  # so many that rows are exchanged
+def warm(choice: Choice, examples: Examples, modes: Sequence[Mode]) -> tuple[Write, Mode]:
+    """The way with its setting, warmed up, and how: of `modes` the fastest on these examples."""
     found = []
-    for compiled in modes:
-        write = choice.way.make(choice.setting, compiled)
+    for mode in modes:
+        few = examples.rows(torch.arange(min(len(examples), 2 * mode.batch + 1)))  # so many that rows are exchanged
+        write = choice.way.make(choice.setting, mode)
         write(few)
-        found.append((min(timed(write, examples).seconds for _ in range(2)), compiled, write))
-        print(f"dev: {choice.way.name:>20} {'compiled' if compiled else 'eager'} {found[-1][0]:.3f} s", flush=True)
-    _, compiled, write = min(found, key=lambda each: each[0])
-    return write, compiled
+        found.append((min(timed(write, examples).seconds for _ in range(2)), mode, write))
+        how = f"{'compiled' if mode.compiled else 'eager'} in batches of {mode.batch}"
+        print(f"dev: {choice.way.name:>20} {how} {found[-1][0]:.3f} s", flush=True)
+    _, mode, write = min(found, key=lambda each: each[0])
+    return write, mode
 
 
 def measure(
-    choices: Sequence[Choice], task: Task, dev: Examples, examples: Examples, batch: int, repeats: int
+    choices: Sequence[Choice], task: Task, dev: Examples, examples: Examples, batches: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
     """A record for each way; times are medians, and the fastest and the slowest."""
-    modes = [False, True] if torch.cuda.is_available() else [False]
-    writes, compiled = zip(
-        *(warm(choice, dev, batch, modes if choice.way.can_compile else [False]) for choice in choices), strict=True
+    eager = [Mode(batch) for batch in batches]
+    both = [*eager, *(Mode(batch, True) for batch in batches)] if torch.cuda.is_available() else eager
+    writes, modes = zip(
+        *(warm(choice, dev, both if choice.way.can_compile else eager) for choice in choices), strict=True
     )
     runs = [timed(write, examples) for _ in range(repeats) for write in writes]
     rows, first = [], 0.0
@@ -211,7 +220,8 @@ def measure(
                 "way": choice.way.name,
                 "setting": None if math.isinf(choice.setting.value) else choice.setting.value,
                 "max_steps": choice.setting.max_steps,
-                "compiled": compiled[place],
+                "compiled": modes[place].compiled,
+                "batch": modes[place].batch,
                 "accuracy": round(share, 5),
                 "mean_steps": round(float(out.steps.double().mean()), 4),
                 "rows_evaluated": out.rows,
@@ -256,7 +266,7 @@ def main() -> None:
     parser.add_argument("--dev", default="new-numbers-dev", help="the split to choose on")
     parser.add_argument("--split", default="new-numbers", help="the split to time on")
     parser.add_argument("--problems", type=int, default=1000, help="to time; to choose on, as many where there are")
-    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--batch", type=int, action="append", help="each way has the fastest; may be repeated")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="add the records to this file, one object per line")
     options = parser.parse_args()
@@ -279,18 +289,18 @@ def main() -> None:
         used(plain.denoiser),
         used(model.denoiser),
         model.selector,
-        options.batch,
         int(to_time.num_response.max()),
         options.threshold or THRESHOLDS,
         options.price or [],
         device,
     )
-    first = choose(all_ways[0], dev, to_choose, 0.0)
-    choices = [first, *(choose(way, dev, to_choose, first.accuracy) for way in all_ways[1:])]
-    rows = measure(choices, task, to_choose, to_time, options.batch, options.repeats)
+    batches = options.batch or [BATCH]
+    first = choose(all_ways[0], Mode(batches[0]), dev, to_choose, 0.0)
+    choices = [first, *(choose(way, Mode(batches[0]), dev, to_choose, first.accuracy) for way in all_ways[1:])]
+    rows = measure(choices, task, to_choose, to_time, batches, options.repeats)
     print(table(rows), flush=True)
     about = {"run": options.run.name, "task": task.name, "split": options.split, "num_examples": options.problems}
-    about |= {"batch": options.batch, "precision": "bf16" if half else "no", "repeats": options.repeats}
+    about |= {"precision": "bf16" if half else "no", "repeats": options.repeats}
     about |= {"device": device_name(device), "torch": torch.__version__, "revision": revision()}
     if options.out:
         with options.out.open("a") as file:

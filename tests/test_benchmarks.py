@@ -112,37 +112,38 @@ def test_the_setting_with_the_fewest_rows_that_is_right_often_enough():
         0.3: (right, 30),
     }
 
-    def make(setting, compiled):
+    def make(setting, mode):
         tokens, evaluated = rows[setting.value]
         return lambda examples: throughput.Written(tokens, torch.ones(3), evaluated)
 
     way = throughput.Way("some", [throughput.Setting(value, 4) for value in rows], make)
-    chosen = partial(throughput.choose, way, FixedTask(EXAMPLES), EXAMPLES)
+    chosen = partial(throughput.choose, way, throughput.Mode(3), FixedTask(EXAMPLES), EXAMPLES)
     assert [chosen(least).setting.value for least in (0.0, 0.5, 0.9)] == [0.1, 0.2, 0.3]
     assert chosen(0.5).enough
     assert not chosen(1.1).enough
     assert chosen(1.1).setting.value == 0.3
 
 
-@pytest.mark.parametrize(("eager", "compiled"), [(1.0, 2.0), (2.0, 1.0)])
-def test_a_way_is_compiled_if_that_is_faster(monkeypatch, eager, compiled):
+@pytest.mark.parametrize("seconds", [[1.0, 2.0, 3.0], [2.0, 1.0, 3.0], [2.0, 3.0, 1.0]])
+def test_a_way_runs_in_the_fastest_mode(monkeypatch, seconds):
     """Not counting the warm-up, in which a compiled one is slower."""
+    modes = [throughput.Mode(1), throughput.Mode(1, True), throughput.Mode(2, True)]
     clock = [0.0]
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
 
-    def make(setting, is_compiled):
+    def make(setting, mode):
         calls = []
 
         def write(examples):
-            clock[0] += (9.0 if not calls else compiled) if is_compiled else eager
+            clock[0] += 9.0 if mode.compiled and not calls else seconds[modes.index(mode)]
             calls.append(len(examples))
             return throughput.Written(examples.tokens, torch.ones(3), 3)
 
         return write
 
     choice = throughput.Choice(throughput.Way("some", [], make), throughput.Setting(0.9, 4), 1.0, True)
-    write, is_compiled = throughput.warm(choice, EXAMPLES, 1, [False, True])
-    assert is_compiled == (compiled < eager)
+    write, mode = throughput.warm(choice, EXAMPLES, modes)
+    assert mode == modes[seconds.index(1.0)]
     assert throughput.timed(write, EXAMPLES).seconds == 1.0
 
 
