@@ -476,6 +476,11 @@ WRONG = {
         'split = "test"\nruns = ["frozne"]',
         "test: no run 'frozne'; did you mean 'frozen'?",
     ),
+    "start that comes later": (
+        'start = "denoiser"',
+        'start = "continued"',
+        "frozen starts from 'continued', which is no run before it",
+    ),
     "no such start": ('start = "denoiser"', 'start = "denoisr"', "starts from 'denoisr', which is no run before it"),
     "unknown key": ("others =", "other =", "unknown key 'other'; did you mean 'others'?"),
     "no learned rule": (
@@ -551,3 +556,8 @@ def test_a_split_for_one_task_or_some_runs():
     }
     seeds = {name: (whole.runs[name].recipe.seed, whole.runs[name].recipe.task["seed"]) for name in exact}
     assert seeds == {f"exact-seed{seed}": (seed, seed) for seed in (0, 1, 2)}
+    for stage in whole.stages():
+        rounded = stage.split is not None and not whole.runs[stage.run].recipe.model.denoiser
+        assert ("--bf16" in whole.command(stage)) == rounded, "which an exact denoiser refuses"
+    (lines,) = whole._evaluate(replace(whole.study.evaluate[1], runs=("lines",)), list(whole.runs))
+    assert lines.run == "lines", "and not lines-order"

@@ -241,8 +241,11 @@ def test_a_run_needs_rdkit_and_says_so_before_training(task, monkeypatch, tmp_pa
             with pytest.raises(UserError, match=r"\Atask molecules: rdkit .*: pip install 'unmask\[molecules\]'\Z"):
                 use()
         assert not run.exists()
-        with pytest.raises(UserError, match=r"FCD: pip install 'unmask\[molecules\]', or leave fcd out\Z"):
-            described(["CC", "CN"])
+        patch.delitem(sys.modules, "rdkit")
+        patch.setattr("unmask.tasks.molecules.molecules.canonical", lambda texts: texts)  # as if it were there
+        for use in (lambda: described(["CC", "CN"]), replace(task, fcd=2).check):
+            with pytest.raises(UserError, match=r"FCD: pip install 'unmask\[molecules\]', or leave fcd out\Z"):
+                use()
     pytest.importorskip("rdkit", reason="pip install 'unmask[molecules]'")
     unmask.train(recipe, run, cpu=True)
     for record in unmask.evaluate(run, cpu=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,15 +53,20 @@ class Gaussian(NamedTuple):
     covariance: np.ndarray  # [D, D]
 
 
-def described(smiles: Sequence[str]) -> Gaussian:
-    """Mean and covariance of what ChemNet makes of at least two canonical SMILES; its weights are in fcd_torch."""
+def chemnet() -> tuple[Any, Any]:
+    """What loads ChemNet, whose weights are in fcd_torch, and what turns SMILES into its input."""
     try:
         from fcd_torch import FCD
         from fcd_torch.utils import SmilesDataset
     except ImportError:
         raise UserError(f"task molecules: fcd_torch computes the FCD: {_INSTALL}, or leave fcd out") from None
-    device = chosen_device()
-    network, letters, read = FCD().model.to(device), SmilesDataset(smiles, canonize=False), []
+    return FCD, SmilesDataset
+
+
+def described(smiles: Sequence[str]) -> Gaussian:
+    """Mean and covariance of what ChemNet makes of at least two canonical SMILES."""
+    device, (network_of, letters_of) = chosen_device(), chemnet()
+    network, letters, read = network_of().model.to(device), letters_of(smiles, canonize=False), []
     with progress("ChemNet", len(smiles), transient=True) as advance, torch.no_grad():
         for rows in torch.arange(len(smiles)).split(_BATCH):
             one_hot = torch.from_numpy(np.stack([letters[row] for row in rows.tolist()]))  # [M, 350, letters]

@@ -24,7 +24,7 @@ from unmask.errors import UserError, prefixed, require
 from unmask.progress import progress
 from unmask.tasks.cache import Ragged, alone_in, cache_folder, written_whole
 from unmask.tasks.diversity import sequence_codes
-from unmask.tasks.molecules.chemistry import Gaussian, canonical, described, drawn, frechet_distance
+from unmask.tasks.molecules.chemistry import Gaussian, canonical, chemnet, described, drawn, frechet_distance
 from unmask.tasks.molecules.smiles import TOKEN, Molecule, moses_files, parts_of, read_molecules
 from unmask.tasks.puzzles.puzzle import unpadded
 from unmask.tasks.task import LONGEST, Examples, Task, check_choice, check_range, check_split
@@ -83,7 +83,9 @@ class Molecules(Task):
         return tokenizer
 
     def check(self) -> None:
-        canonical([])  # an evaluation needs rdkit: better told now than after training
+        canonical([])  # an evaluation needs rdkit, and perhaps fcd_torch: better told now than after training
+        if self.fcd:
+            chemnet()
         self._rows(self.held_out)
         super().check()
 
