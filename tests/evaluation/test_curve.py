@@ -94,6 +94,7 @@ def test_families():
         *("threshold", "paced threshold", "learned", "margin")
     ]
     assert family("blocks(8,threshold(0.9,paced))") == "blocks(8,paced threshold)"
+    assert family("top-prob(confidence=sampled)") == "sampled top-prob"
 
 
 # --- learned against the best rule ------------------------------------------------------------------------------------

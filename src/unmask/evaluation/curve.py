@@ -40,7 +40,10 @@ AT_EVERY_CAP = (
     *("factor:0.5", "eb:0.03", "klass(0.9,0.01,1)", "top-prob", "margin", "iid"),
 )
 # At every cap, where tokens are drawn at random.
-WHERE_SAMPLED = ("stochastic(top-prob,0.5)", "stochastic(entropy,1)", "random", "dus", "pc-sampler(0.25,10)")
+WHERE_SAMPLED = (
+    *("stochastic(top-prob,0.5)", "stochastic(entropy,1)", "random", "dus", "pc-sampler(0.25,10)"),
+    "top-prob(confidence=sampled)",  # as LLaDA ranks: often valid, with few different samples
+)
 AT_THE_LARGEST = (
     *("threshold:0.5", "threshold:0.7", "threshold:0.8", "threshold:0.98", "threshold:0.995"),
     *("factor:1", "eb:0.01", "eb:0.1", "klass(0.9,0.01,2)"),
@@ -111,10 +114,11 @@ def _key(policy: str) -> str:
 
 
 def family(policy: str) -> str:
-    """The rule whatever its parameters; a paced threshold is another one, and so is a rule inside blocks."""
+    """The rule whatever its parameters; another one where it is paced, ranks by the sampled token or is in blocks."""
     if inside := re.fullmatch(r"(blocks\(\d+,)(.*)\)", policy):
         return f"{inside[1]}{family(inside[2])})"
-    return f"paced {_key(policy)}" if "paced" in policy else _key(policy)
+    kinds = [kind for kind, word in (("paced", "paced"), ("sampled", "confidence=sampled")) if word in policy]
+    return " ".join([*kinds, _key(policy)])
 
 
 # --- the curve of one rule --------------------------------------------------------------------------------------------
