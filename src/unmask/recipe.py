@@ -159,7 +159,7 @@ class OrderRecipe(Optimisation):
     # For posterior = "selector":
     # Of a step, lowest and highest, in nats or reward: one order for all.  (): the usual ones if least_budget is given.
     prices: tuple[float, ...] = ()
-    start: Literal["iid", "threshold"] = "iid"  # the rule from which the selector starts
+    start: Literal["iid", "threshold", "paced"] = "iid"  # the rule from which the selector starts
     spread: float = 0.0  # of the selector's logits at the start, where positions look alike
     least_budget: int = 0  # with prices, half of the sequences have a budget between this and `budget`
     reward: bool = False  # learn from whether the answer is valid, not from the likelihood

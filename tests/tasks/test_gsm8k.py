@@ -461,6 +461,18 @@ def test_examples_are_pure_and_go_round(task):
         task.examples(ids, "dev")
 
 
+def test_an_order_may_learn_from_templates_that_are_new(task):
+    """Then what it trains on is that split, and it cannot be evaluated there."""
+    new = replace(task, train_on="new-templates")
+    ids = torch.arange(7)
+    there = task.on_split("new-templates").examples(ids, "test")
+    assert new.examples(ids, "train").tokens.tolist() == there.tokens.tolist()
+    assert new.examples(ids, "train").tokens.tolist() != task.examples(ids, "train").tokens.tolist()
+    assert new.examples(ids, "test").tokens.tolist() == task.examples(ids, "test").tokens.tolist()
+    with pytest.raises(UserError, match="^task gsm8k: new-templates was trained on: evaluate on another split$"):
+        new.on_split("new-templates")
+
+
 def test_held_out_is_the_test_split(task):
     for held_out in HELD_OUT:
         chosen = task.on_split(held_out)

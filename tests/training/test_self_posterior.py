@@ -1,6 +1,7 @@
 """The objective with the selector as its own posterior: a naive reference, the start, and what a recipe may ask."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -134,7 +135,10 @@ def prices_of(u):
 
 @pytest.mark.parametrize(
     ("writes", "start", "temperature"),
-    [(False, "iid", 0.0), (False, "threshold", 0.0), (True, "iid", 0.0), (True, "iid", 1.0)],
+    [
+        *((False, start, 0.0) for start in ("iid", "threshold", "paced")),
+        *((True, "iid", temperature) for temperature in (0.0, 1.0)),
+    ],
 )
 def test_every_trajectory_is_that_of_the_sequence_alone(writes, start, temperature):
     """Whatever the padding; gains, decisions and tokens, with budgets and prices of their own."""
@@ -233,15 +237,16 @@ def test_at_the_start_it_is_a_threshold():
         assert ((s >= 0) == (top >= wanted)).all()
 
 
-def test_read_greedily_at_the_start_it_is_the_rule():
-    """Token by token, also where no confidence reaches the threshold."""
-    model = model_of(start="threshold")
+@pytest.mark.parametrize("paced", [False, True])
+def test_read_greedily_at_the_start_it_is_the_rule(paced):
+    """Token by token, also where no confidence reaches the threshold, with as many steps as it was made for or fewer."""
+    model = model_of(start="paced" if paced else "threshold")
     start, canvas = as_it_starts(model), torch.full((40, 8), 3)
     canvas[:, 0] = torch.arange(40) % 3
-    for price, c in zip(PRICES, (0.995, 0.6), strict=True):
+    for (price, c), steps in itertools.product(zip(PRICES, (0.995, 0.6), strict=True), (BUDGET, 3, 2)):
         ours, rule = (
-            generate(model.denoiser, canvas, policy=policy, max_steps=BUDGET, temperature=0.0, seed=0)
-            for policy in (Learned(start, price=price, deterministic=True), Threshold(c))
+            generate(model.denoiser, canvas, policy=policy, max_steps=steps, temperature=0.0, seed=0)
+            for policy in (Learned(start, price=price, deterministic=True), Threshold(c, paced=paced))
         )
         assert ours.reveal_step.tolist() == rule.reveal_step.tolist()
         assert ours.tokens.tolist() == rule.tokens.tolist()
@@ -301,7 +306,7 @@ def test_one_token_per_step(tmp_path, posterior):
         ("order.selector_rate=0.0", "selector_rate is 0: no order would be learned"),
         ("order.scorer_rate=0.1", "scorer_rate has no effect"),
         ("order.start=threshold", "start = 'threshold' needs prices"),
-        ("order.start=eb", "start must be iid or threshold, got 'eb'$"),
+        ("order.start=eb", "start must be iid, threshold or paced, got 'eb'$"),
     ],
 )
 def test_what_does_not_go_together(tmp_path, override, message):
@@ -343,5 +348,5 @@ def test_prices_that_cannot_be():
     without = Learned(model_of(prices=()).selector, price=1.0)
     with pytest.raises(UserError, match="trained without prices: leave price out"):
         without.check(BUDGET, torch.tensor([4]))
-    with pytest.raises(UserError, match="start must be iid or threshold, got 'eb'"):
+    with pytest.raises(UserError, match="start must be iid, threshold or paced, got 'eb'"):
         SelectorConfig(8, 1, 2, BUDGET, start="eb")

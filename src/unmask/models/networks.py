@@ -133,7 +133,7 @@ class SelectorConfig:
     budget: int  # T
     positions: int = 0
     prices: tuple[float, ...] = ()  # the lowest and the highest; empty: none
-    start: Literal["iid", "threshold"] = "iid"
+    start: Literal["iid", "threshold", "paced"] = "iid"
     spread: float = 0.0  # standard deviation of f at the start
     reads: Literal["hidden", "logits"] = "hidden"
     block_size: int = 0  # of a block-causal denoiser: T is the budget of a block, and it sees what the denoiser sees
@@ -144,9 +144,10 @@ class SelectorConfig:
         require(self.budget >= 1, f"a selector needs a budget T >= 1, got {self.budget}")
         ordered = not self.prices or (len(self.prices) == 2 and 0 < self.prices[0] < self.prices[1])
         require(ordered, f"prices must be two, above 0, the lower one first, got {list(self.prices)}")
-        require(self.start in ("iid", "threshold"), f"start must be iid or threshold, got {self.start!r}")
-        known = self.start == "iid" or bool(self.prices)
-        require(known, "start = 'threshold' needs prices, from which its threshold follows: set order.prices")
+        known = self.start in ("iid", "threshold", "paced")
+        require(known, f"start must be iid, threshold or paced, got {self.start!r}")
+        priced = self.start == "iid" or bool(self.prices)
+        require(priced, f"start = {self.start!r} needs prices, from which its threshold follows: set order.prices")
         self.shape  # noqa: B018  # checks width and heads
 
     @property
@@ -161,9 +162,11 @@ class Selector(nn.Module):
 
         iid          start_n = -log t                               each mask with probability 1 / (t + 1)
         threshold    start_n = beta (logit c_n - logit c*(lambda))  read greedily, it is `threshold:c*`
+        paced        the same with min(c*, c_(k)) for c*            read greedily, it is `threshold(c*,paced)`
 
-    c* falls from 0.995 at the lowest price to 0.6 at the highest, its log-odds linearly in log lambda.  With a `spread`
-    f has that standard deviation at first: where all positions look alike, f = 0 is a saddle.
+    c* falls from 0.995 at the lowest price to 0.6 at the highest, its log-odds linearly in log lambda.  c_(k) is the
+    k-th largest c of the M masks, k = ceil(M / (t + 1)): as many as must be revealed to end in time at an even pace.
+    With a `spread` f has that standard deviation at first: where all positions look alike, f = 0 is a saddle.
     The log-odds of the top probability c tell 0.999 from 0.9999, which are the same number in bfloat16.
     """
 
@@ -233,13 +236,15 @@ class Selector(nn.Module):
             t = torch.minimum(t, (total - 1).clamp(min=1))
         words = [t, total]
         if self.prices:
-            words.append(torch.full_like(t, self.prices[0]) if price is None else price.clamp(*self.prices).to(t.dtype))
+            price = torch.full_like(t, self.prices[0]) if price is None else price.clamp(*self.prices).to(t.dtype)
+            words.append(price)
         asked = torch.stack(words, dim=-1)[:, None].expand(*masked.shape, -1)  # [B, L, 2 or 3]
         seen = layout.take(torch.cat([full_precision(confidences), masked[..., None], asked], dim=-1))
-        return layout.put(self.run(layout.take(hidden).to(dtype), seen, layout.positions, layout.attend))
+        f = layout.put(self.run(layout.take(hidden).to(dtype), seen, layout.positions, layout.attend))
+        return f + self.start_logits(confidences, masked, t, price)
 
     def run(self, hidden: Tensor, seen: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """All that is worth compiling: one number per place from what is known there.
+        """f, which is all that is worth compiling: one number per place from what is known there.
 
         seen [..., 6 or 7]: three confidences, masked or not, t, T and the price.
         """
@@ -255,25 +260,28 @@ class Selector(nn.Module):
         rotary = rotary_angles(positions, self.shape)
         for block in self.blocks:
             x = block(x, rotary, attend)
-        return _in_full_precision(self.out, self.norm(x)) + self._start(log_odds, t, price)[..., 0]
+        return _in_full_precision(self.out, self.norm(x))
 
-    def start_logits(self, confidences: Tensor, masked: Tensor, t: Tensor, price: Tensor) -> Tensor:
+    def start_logits(self, confidences: Tensor, masked: Tensor, t: Tensor, price: Tensor | None) -> Tensor:
         """start_n [B, L]: the rule alone, f = 0.  The arguments are those of `forward`."""
-        log_odds = self._log_odds(full_precision(confidences), masked[..., None])
-        t, price = (word.to(log_odds.dtype)[:, None, None].expand_as(log_odds) for word in (t.clamp(min=1), price))
-        return self._start(log_odds, t, price.clamp(*self.prices) if self.prices else price)[..., 0]
+        confidences = full_precision(confidences)
+        t = t.clamp(min=1).to(confidences.dtype)
+        if self.config.start == "iid":
+            return -t.log()[:, None].expand_as(masked)
+        assert price is not None
+        log_odds = self._log_odds(confidences, masked[..., None])[..., 0]
+        low, high = (math.log(end) for end in self.prices)
+        first, last = (math.log(c / (1 - c)) for c in self.THRESHOLDS)
+        bar = first + (last - first) * (price.clamp(*self.prices).to(t.dtype).log() - low) / (high - low)  # [B]
+        if self.config.start == "paced":
+            k = torch.ceil(masked.sum(-1) / (t + 1)).long().clamp(min=1)  # [B]
+            ranked = torch.where(masked, log_odds, math.log(self.NEAREST_TO_ONE)).sort(dim=-1, descending=True).values
+            bar = torch.minimum(bar, ranked.gather(-1, k[:, None] - 1)[:, 0])
+        return self.BETA * (log_odds - bar[:, None])
 
     def _log_odds(self, confidences: Tensor, masked: Tensor) -> Tensor:
         """logit c [..., 1] from confidences [..., 3] and masked [..., 1] bool; 0 where not masked."""
         return torch.where(masked, torch.logit(confidences[..., :1], eps=self.NEAREST_TO_ONE), 0.0)
-
-    def _start(self, log_odds: Tensor, t: Tensor, price: Tensor) -> Tensor:
-        """[..., 1] from [..., 1] each."""
-        if self.config.start == "iid":
-            return -t.log()
-        low, high = (math.log(end) for end in self.prices)
-        first, last = (math.log(c / (1 - c)) for c in self.THRESHOLDS)
-        return self.BETA * (log_odds - (first + (last - first) * (price.log() - low) / (high - low)))
 
 
 class OrderScorer(nn.Module):

@@ -33,6 +33,7 @@ CACHE_VERSION = 1
 CACHE_FILES = ("tokenizer.json", "tokens.safetensors")
 
 _EOS = MARKS.index(EOS)  # the first id, of a cut tokenizer too
+TRAIN_ON = ("train", "new-templates")
 _RESPONSE_LENGTHS = {"equations": 72, "solution": 320}
 
 
@@ -53,6 +54,7 @@ class GSM8K(Task):
     `train` has the training problems and `resample` copies of each of their templates with other numbers; copies exist
     in the `equations` form only, the `solution` form has the problems as they came.  `held_out` says what the split
     `test` means: new-numbers-dev, new-numbers, new-templates, or test: the test file itself, read for that only.
+    With train_on = new-templates an order learns from problems whose templates its denoiser has not seen.
 
     What is too long is left out of training, and counts as wrong in evaluation: its prompt is cut on the left and its
     response has no answer, so that nothing is valid.
@@ -67,6 +69,7 @@ class GSM8K(Task):
     prompt_length: int = 192
     response_length: int = 0  # 0: 72 for equations, 320 for solutions
     held_out: str = "new-numbers-dev"
+    train_on: str = "train"  # or new-templates
     scoring: str = "strict"  # the number after ####; flexible: the last number
     cache: str = ""  # a folder for the tokenizer and the tokens; "": unmask/gsm8k in the user's cache
 
@@ -81,7 +84,10 @@ class GSM8K(Task):
         check_range(self, "response_length", 0, LONGEST)
         check_choice(self, "answers", FORMS)
         check_choice(self, "held_out", HELD_OUT)
+        check_choice(self, "train_on", TRAIN_ON)
         check_choice(self, "scoring", SCORINGS)
+        trained_on = f"task {self.name}: {self.held_out} was trained on: evaluate on another split"
+        require(self.train_on != self.held_out, trained_on)
         require(
             not self.held_out.startswith("new-numbers") or (self.answers == "equations" and self.resample > 0),
             f"task {self.name}: {self.held_out} needs copies with new numbers: set held_out to new-templates or test, "
@@ -143,8 +149,8 @@ class GSM8K(Task):
 
     @cached_property
     def _trained(self) -> np.ndarray:
-        """The rows of train that are not too long."""
-        too_long = self._too_long("train")
+        """The rows of `train_on` that are not too long."""
+        too_long = self._too_long(self.train_on)
         if too_long.any():
             say(
                 f"task {self.name}: {int(too_long.sum())} of {len(too_long)} training problems are longer than "
@@ -156,7 +162,7 @@ class GSM8K(Task):
 
     def examples(self, ids: Tensor, split: str) -> Examples:
         check_split(split)
-        source = "train" if split == "train" else self.held_out
+        source = self.train_on if split == "train" else self.held_out
         rows = self._trained if split == "train" else np.arange(self.test_examples)
         require(len(rows) > 0, f"task {self.name}: {source} is empty: give more problems, or another held_out")
         chosen = rows[ids.numpy() % len(rows)]
