@@ -469,7 +469,7 @@ def test_an_order_may_learn_from_templates_that_are_new(task):
     assert new.examples(ids, "train").tokens.tolist() == there.tokens.tolist()
     assert new.examples(ids, "train").tokens.tolist() != task.examples(ids, "train").tokens.tolist()
     assert new.examples(ids, "test").tokens.tolist() == task.examples(ids, "test").tokens.tolist()
-    with pytest.raises(UserError, match="^task gsm8k: new-templates was trained on: evaluate on another split$"):
+    with pytest.raises(UserError, match="new-templates was trained on: evaluate on another split"):
         new.on_split("new-templates")
 
 

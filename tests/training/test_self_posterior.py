@@ -239,7 +239,7 @@ def test_at_the_start_it_is_a_threshold():
 
 @pytest.mark.parametrize("paced", [False, True])
 def test_read_greedily_at_the_start_it_is_the_rule(paced):
-    """Token by token, also where no confidence reaches the threshold, with as many steps as it was made for or fewer."""
+    """Token by token, also where no confidence reaches the threshold, and with fewer steps than it was made for."""
     model = model_of(start="paced" if paced else "threshold")
     start, canvas = as_it_starts(model), torch.full((40, 8), 3)
     canvas[:, 0] = torch.arange(40) % 3
