@@ -11,6 +11,7 @@ import shutil
 import sys
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -471,6 +472,15 @@ def test_an_order_may_learn_from_templates_that_are_new(task):
     assert new.examples(ids, "test").tokens.tolist() == task.examples(ids, "test").tokens.tolist()
     with pytest.raises(UserError, match="new-templates was trained on: evaluate on another split"):
         new.on_split("new-templates")
+
+
+def test_no_templates_left_to_learn_from(tmp_path, task):
+    """Of three problems none is held out."""
+    lines = (Path(task.folder) / "train.jsonl").read_text().splitlines()[:3]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    few = replace(task, folder=str(tmp_path), cache=str(tmp_path), train_on="new-templates")
+    with pytest.raises(UserError, match="task gsm8k: new-templates is empty: give more problems"):
+        few.examples(torch.arange(1), "train")
 
 
 def test_held_out_is_the_test_split(task):

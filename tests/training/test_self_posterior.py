@@ -239,17 +239,34 @@ def test_at_the_start_it_is_a_threshold():
 
 @pytest.mark.parametrize("paced", [False, True])
 def test_read_greedily_at_the_start_it_is_the_rule(paced):
-    """Token by token, also where no confidence reaches the threshold, and with fewer steps than it was made for."""
+    """Token by token, also where no confidence reaches the threshold, and with fewer or more steps than T."""
     model = model_of(start="paced" if paced else "threshold")
     start, canvas = as_it_starts(model), torch.full((40, 8), 3)
     canvas[:, 0] = torch.arange(40) % 3
-    for (price, c), steps in itertools.product(zip(PRICES, (0.995, 0.6), strict=True), (BUDGET, 3, 2)):
+    for (price, c), steps in itertools.product(zip(PRICES, (0.995, 0.6), strict=True), (BUDGET, 3, 2, 6, 8)):
         ours, rule = (
             generate(model.denoiser, canvas, policy=policy, max_steps=steps, temperature=0.0, seed=0)
             for policy in (Learned(start, price=price, deterministic=True), Threshold(c, paced=paced))
         )
         assert ours.reveal_step.tolist() == rule.reveal_step.tolist()
         assert ours.tokens.tolist() == rule.tokens.tolist()
+
+
+def test_a_paced_start_ranks_as_the_rule():
+    """Among equal confidences the leftmost, low ones too; a row without masks has finite logits."""
+    selector = Selector(SelectorConfig(8, 1, 2, BUDGET, prices=PRICES, start="paced"), 16)
+    top = torch.tensor([[0.2, 0.1, 0.2, 0.2, 0.2, 0.1], [0.7, 0.7, 0.7, 0.3, 0.1, 0.1], [0.5] * 6])
+    masked = torch.tensor([[True] * 6, [False, *[True] * 5], [False] * 6])
+    for price, t, wanted in [
+        (PRICES[0], 2, [[0, 2], [1, 2], []]),  # k = 2
+        (PRICES[0], 1, [[0, 2, 3], [1, 2, 3], []]),  # k = 3
+        (PRICES[1], 5, [[0], [1, 2], []]),  # k = 1, and two reach 0.6
+    ]:
+        asked = top[..., None].expand(-1, -1, 3), masked, torch.full((3,), t)
+        start = selector.start_logits(*asked, torch.full((3,), price))
+        assert torch.isfinite(start).all()
+        assert [row.nonzero()[:, 0].tolist() for row in masked & (start >= 0)] == wanted
+    assert selector.start_logits(*asked, None).equal(selector.start_logits(*asked, torch.full((3,), PRICES[0])))
 
 
 def recipe_of(tmp_path, *overrides):
@@ -306,7 +323,7 @@ def test_one_token_per_step(tmp_path, posterior):
         ("order.selector_rate=0.0", "selector_rate is 0: no order would be learned"),
         ("order.scorer_rate=0.1", "scorer_rate has no effect"),
         ("order.start=threshold", "start = 'threshold' needs prices"),
-        ("order.start=eb", "start must be iid, threshold or paced, got 'eb'$"),
+        ("order.start=eb", "start must be iid or threshold or paced, got 'eb'$"),
     ],
 )
 def test_what_does_not_go_together(tmp_path, override, message):
@@ -348,5 +365,5 @@ def test_prices_that_cannot_be():
     without = Learned(model_of(prices=()).selector, price=1.0)
     with pytest.raises(UserError, match="trained without prices: leave price out"):
         without.check(BUDGET, torch.tensor([4]))
-    with pytest.raises(UserError, match="start must be iid, threshold or paced, got 'eb'"):
+    with pytest.raises(UserError, match="start must be iid or threshold or paced, got 'eb'"):
         SelectorConfig(8, 1, 2, BUDGET, start="eb")

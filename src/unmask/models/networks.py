@@ -145,7 +145,7 @@ class SelectorConfig:
         ordered = not self.prices or (len(self.prices) == 2 and 0 < self.prices[0] < self.prices[1])
         require(ordered, f"prices must be two, above 0, the lower one first, got {list(self.prices)}")
         known = self.start in ("iid", "threshold", "paced")
-        require(known, f"start must be iid, threshold or paced, got {self.start!r}")
+        require(known, f"start must be iid or threshold or paced, got {self.start!r}")
         priced = self.start == "iid" or bool(self.prices)
         require(priced, f"start = {self.start!r} needs prices, from which its threshold follows: set order.prices")
         self.shape  # noqa: B018  # checks width and heads
@@ -165,13 +165,15 @@ class Selector(nn.Module):
         paced        the same with min(c*, c_(k)) for c*            read greedily, it is `threshold(c*,paced)`
 
     c* falls from 0.995 at the lowest price to 0.6 at the highest, its log-odds linearly in log lambda.  c_(k) is the
-    k-th largest c of the M masks, k = ceil(M / (t + 1)): as many as must be revealed to end in time at an even pace.
+    k-th largest c of the M masks on offer, k = ceil(M / (t + 1)), which ends in time at an even pace; of equal ones the
+    leftmost count as larger.
     With a `spread` f has that standard deviation at first: where all positions look alike, f = 0 is a saddle.
     The log-odds of the top probability c tell 0.999 from 0.9999, which are the same number in bfloat16.
     """
 
     TIME_FEATURES = 4
     BETA, THRESHOLDS = 2.0, (0.995, 0.6)  # c* at the lowest and at the highest price
+    TIE = 1e-3  # by which what is not due lies below what is, where both have the same c
     READ = 5  # top probability, margin, entropy; the log-odds of the first; masked or not
     NEAREST_TO_ONE = 1e-6  # beyond, log-odds end
 
@@ -229,19 +231,18 @@ class Selector(nn.Module):
             )
         dtype = stream_dtype(self.out.weight)
         layout = attention_mask if isinstance(attention_mask, Layout) else Layout.of(masked, attention_mask, dtype)
-        t = t.clamp(min=1).to(torch.promote_types(hidden.dtype, torch.float32))  # log t must not be rounded to bfloat16
+        left = t = t.clamp(min=1).to(torch.promote_types(hidden.dtype, torch.float32))  # bfloat16 would round log t
         total = torch.full_like(t, self.budget)
         if max_steps is not None:  # with more steps than T, all but the last T are as the first of T
             total = torch.minimum(total, max_steps)
             t = torch.minimum(t, (total - 1).clamp(min=1))
         words = [t, total]
         if self.prices:
-            price = torch.full_like(t, self.prices[0]) if price is None else price.clamp(*self.prices).to(t.dtype)
-            words.append(price)
+            words.append(torch.full_like(t, self.prices[0]) if price is None else price.clamp(*self.prices).to(t.dtype))
         asked = torch.stack(words, dim=-1)[:, None].expand(*masked.shape, -1)  # [B, L, 2 or 3]
         seen = layout.take(torch.cat([full_precision(confidences), masked[..., None], asked], dim=-1))
         f = layout.put(self.run(layout.take(hidden).to(dtype), seen, layout.positions, layout.attend))
-        return f + self.start_logits(confidences, masked, t, price)
+        return f + self.start_logits(confidences, masked, left if self.config.start == "paced" else t, price)
 
     def run(self, hidden: Tensor, seen: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """f, which is all that is worth compiling: one number per place from what is known there.
@@ -268,16 +269,19 @@ class Selector(nn.Module):
         t = t.clamp(min=1).to(confidences.dtype)
         if self.config.start == "iid":
             return -t.log()[:, None].expand_as(masked)
-        assert price is not None
-        log_odds = self._log_odds(confidences, masked[..., None])[..., 0]
+        price = torch.full_like(t, self.prices[0]) if price is None else price.clamp(*self.prices).to(t.dtype)
         low, high = (math.log(end) for end in self.prices)
         first, last = (math.log(c / (1 - c)) for c in self.THRESHOLDS)
-        bar = first + (last - first) * (price.clamp(*self.prices).to(t.dtype).log() - low) / (high - low)  # [B]
+        bar = first + (last - first) * (price.log() - low) / (high - low)  # [B]: logit c*
+        above = self._log_odds(confidences, masked[..., None])[..., 0] - bar[:, None]
         if self.config.start == "paced":
-            k = torch.ceil(masked.sum(-1) / (t + 1)).long().clamp(min=1)  # [B]
-            ranked = torch.where(masked, log_odds, math.log(self.NEAREST_TO_ONE)).sort(dim=-1, descending=True).values
-            bar = torch.minimum(bar, ranked.gather(-1, k[:, None] - 1)[:, 0])
-        return self.BETA * (log_odds - bar[:, None])
+            k = torch.ceil(masked.sum(-1) / (t + 1)).long().clamp(min=1)[:, None]
+            ranked, order = torch.where(masked, above, -math.inf).sort(dim=-1, descending=True, stable=True)
+            due = torch.zeros_like(masked).scatter(-1, order, torch.arange(len(masked[0]), device=k.device) < k)
+            short = ranked.gather(-1, k - 1).clamp(max=0.0)  # [B, 1]: logit c_(k) - logit c*, where that is below 0
+            paced = torch.where(masked, above - short, 0.0)
+            above = torch.where(due | (short == 0), paced, paced.clamp(max=-self.TIE))
+        return self.BETA * above
 
     def _log_odds(self, confidences: Tensor, masked: Tensor) -> Tensor:
         """logit c [..., 1] from confidences [..., 3] and masked [..., 1] bool; 0 where not masked."""

@@ -151,6 +151,7 @@ class GSM8K(Task):
     def _trained(self) -> np.ndarray:
         """The rows of `train_on` that are not too long."""
         too_long = self._too_long(self.train_on)
+        require(len(too_long) > 0, f"task {self.name}: {self.train_on} is empty: give more problems")
         if too_long.any():
             say(
                 f"task {self.name}: {int(too_long.sum())} of {len(too_long)} training problems are longer than "
