@@ -220,14 +220,14 @@ class OrderRecipe(Optimisation):
 
 
 def parse_teacher(text: str) -> Policy:
-    """The rule, or UserError: it must reveal what the denoiser is sure of, by what the selector reads."""
+    """The rule, or UserError: it must decide by what the selector reads, the denoiser's confidences or the place."""
     from unmask.decoding.confidence import FEATURES
-    from unmask.decoding.policies import EntropyBounded, Factor, Threshold, check_policy, own_rules
+    from unmask.decoding.policies import Dilated, EntropyBounded, Factor, Threshold, check_policy, own_rules
 
     with prefixed(f"teacher = {text!r}"):  # a run folder may name a teacher: no code of the user's own is imported
         rule = None if own_rules(text) else check_policy(text)
-    if not isinstance(rule, Threshold | Factor | EntropyBounded) or not rule.reads <= FEATURES:
-        raise UserError(f"teacher = {text!r} cannot teach: take threshold, factor or eb, such as threshold:0.9")
+    if not isinstance(rule, Threshold | Factor | EntropyBounded | Dilated) or not rule.reads <= FEATURES:
+        raise UserError(f"teacher = {text!r} cannot teach: take threshold, factor, eb or dus, such as threshold:0.9")
     return rule
 
 

@@ -330,7 +330,7 @@ def test_an_earlier_order_trained_further(base, tmp_path, monkeypatch):
 
 
 def test_an_order_that_is_taught(base, tmp_path):
-    """A held scorer says nothing beside its teacher, and the selector comes to follow it."""
+    """A held scorer says nothing beside its teacher, the selector comes to follow it, and goes on without one."""
     taught = ["order.teacher=threshold:0.9", "order.scorer_rate=0", "order.selector_rate=0.01", "order.updates=100"]
     wanted = load_recipe(order_only(base), [f"init={base / 'frozen'}", *taught])
     model = train(wanted, tmp_path / "run", cpu=True)
@@ -339,6 +339,11 @@ def test_an_order_that_is_taught(base, tmp_path):
     kl = [line["order_kl"] for line in json_lines(tmp_path / "run" / "metrics.jsonl")]
     assert kl[-1] < 0.5 * kl[0]
     assert OrderModel.from_pretrained(tmp_path / "run").config == model.config
+    options = [f"init={tmp_path / 'run'}", "order.posterior=selector", "order.from_init=true", "order.updates=1"]
+    own = train(load_recipe(order_only(base), [*options, "order.selector_rate=1e-9"]), tmp_path / "own", cpu=True)
+    assert own.scorer is None
+    for name, weight in own.selector.state_dict().items():
+        assert torch.allclose(weight, model.selector.state_dict()[name], atol=1e-6), "it goes on from what it was taught"
 
 
 NO_ORDER_TO_TRAIN = {

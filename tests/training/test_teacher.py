@@ -50,6 +50,13 @@ def test_the_order_is_that_of_generation_where_the_rule_writes_x0(denoiser):
         check(denoiser, rule)
 
 
+def test_dus_teaches_places(denoiser):
+    examples, steps = written(denoiser, "dus")
+    found = reveal_steps(parse_teacher("dus"), denoiser, examples, BUDGET)
+    assert torch.equal(found, steps)
+    assert found[0, examples.response[0]].tolist() == [0, 1, 1, 0, 1, 1]
+
+
 def test_the_last_step_of_the_budget_reveals_what_is_left(denoiser):
     rule, examples = parse_teacher("threshold:1"), written(denoiser, "threshold:1")[0]
     short, long = (reveal_steps(rule, denoiser, examples, budget) for budget in (3, 5))
@@ -103,7 +110,7 @@ def test_scores_start_as_far_apart_as_they_can():
 
 def test_rules_that_cannot_teach():
     for rule in ["iid", "margin", "klass", "threshold(0.9,confidence=sampled)", "learned"]:
-        with pytest.raises(UserError, match=r"cannot teach: take threshold, factor or eb, such as threshold:0\.9"):
+        with pytest.raises(UserError, match=r"cannot teach: take threshold, factor, eb or dus, such as threshold:0\.9"):
             load_recipe("gsm8k-30m-order", ["init=runs/denoiser", f"order.teacher='{rule}'"])
 
 

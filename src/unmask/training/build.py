@@ -266,7 +266,10 @@ def _selector(
 
 
 def _take_order(model: OrderModel, source: str) -> None:
-    """The selector and the scorer of another run, in the place of fresh ones.  T and tau may change, shapes may not."""
+    """The selector and the scorer of another run, in the place of fresh ones.  T and tau may change, shapes may not.
+
+    Without a scorer the selector goes on as its own posterior, whoever taught it.
+    """
     where, found = f"order.from_init: init = {source!r}", OrderModel.from_pretrained(source)
     theirs, ours = found.config, model.config
     if theirs.selector is None or ours.selector is None:
@@ -277,9 +280,9 @@ def _take_order(model: OrderModel, source: str) -> None:
             raise UserError(f"{where} has a selector with {part.name} = {was}, the recipe says {now}: make them agree")
     if ours.scorer is not None and theirs.scorer != ours.scorer:
         raise UserError(f"{where} has another scorer than [model.scorer] says: make them agree")
+    if ours.scorer is not None and theirs.teacher != ours.teacher:
+        taught = f"by {theirs.teacher}" if theirs.teacher else "by no rule"
+        raise UserError(f"{where} was taught {taught}: set order.teacher = {theirs.teacher!r}")
     for name in ("selector", "scorer"):
         if getattr(ours, name) is not None:
             getattr(model, name).load_state_dict(getattr(found, name).state_dict())
-    if theirs.teacher != ours.teacher:
-        taught = f"by {theirs.teacher}" if theirs.teacher else "by no rule"
-        raise UserError(f"{where} was taught {taught}: set order.teacher = {theirs.teacher!r}")
