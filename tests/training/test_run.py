@@ -343,7 +343,9 @@ def test_an_order_that_is_taught(base, tmp_path):
     own = train(load_recipe(order_only(base), [*options, "order.selector_rate=1e-9"]), tmp_path / "own", cpu=True)
     assert own.scorer is None
     for name, weight in own.selector.state_dict().items():
-        assert torch.allclose(weight, model.selector.state_dict()[name], atol=1e-6), "it goes on from what it was taught"
+        assert torch.allclose(weight, model.selector.state_dict()[name], atol=1e-6), (
+            "it goes on from what it was taught"
+        )
 
 
 NO_ORDER_TO_TRAIN = {
