@@ -277,7 +277,7 @@ class Selector(nn.Module):
         if self.config.start == "paced":
             k = torch.ceil(masked.sum(-1) / (t + 1)).long().clamp(min=1)[:, None]
             ranked, order = torch.where(masked, above, -math.inf).sort(dim=-1, descending=True, stable=True)
-            due = torch.zeros_like(masked).scatter(-1, order, torch.arange(len(masked[0]), device=k.device) < k)
+            due = torch.zeros_like(masked).scatter(-1, order, torch.arange(masked.shape[-1], device=k.device) < k)
             short = ranked.gather(-1, k - 1).clamp(max=0.0)  # [B, 1]: logit c_(k) - logit c*, where that is below 0
             paced = torch.where(masked, above - short, 0.0)
             above = torch.where(due | (short == 0), paced, paced.clamp(max=-self.TIE))
