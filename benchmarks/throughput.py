@@ -37,7 +37,7 @@ from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import Learned, Policy, Threshold
 from unmask.errors import UserError
-from unmask.evaluation.evaluate import BATCH, HalfTrunk, check_examples, device_name, revision
+from unmask.evaluation.evaluate import BATCH, HalfTrunk, check_examples, device_name, half_selector, revision
 from unmask.models.networks import Denoiser, Selector
 from unmask.models.packing import Layout
 from unmask.runtime import precision_on
@@ -128,7 +128,9 @@ def ways(
         return partial(plain_loop, denoiser, mode.batch, setting, device)
 
     def with_rule(used: AnyDenoiser, rule: Callable[[float], Policy], setting: Setting, mode: Mode) -> Write:
-        engine = Engine(used, rule(setting.value), setting.max_steps, batch_size=mode.batch, compile=mode.compiled)
+        policy = rule(setting.value)
+        policy = half_selector(policy) if isinstance(used, HalfTrunk) else policy
+        engine = Engine(used, policy, setting.max_steps, batch_size=mode.batch, compile=mode.compiled)
         return partial(engine_loop, engine, device)
 
     caps = sorted({min(cap, max_steps) for cap in CAPS})

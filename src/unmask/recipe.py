@@ -160,6 +160,7 @@ class OrderRecipe(Optimisation):
     # Of a step, lowest and highest, in nats or reward: one order for all.  (): the usual ones if least_budget is given.
     prices: tuple[float, ...] = ()
     start: Literal["iid", "threshold", "paced"] = "iid"  # the rule from which the selector starts
+    thresholds: tuple[float, ...] = (0.995, 0.6)  # of that rule, at the lowest and at the highest price
     spread: float = 0.0  # of the selector's logits at the start, where positions look alike
     least_budget: int = 0  # with prices, half of the sequences have a budget between this and `budget`
     reward: bool = False  # learn from whether the answer is valid, not from the likelihood
@@ -189,7 +190,7 @@ class OrderRecipe(Optimisation):
         if self.teacher:
             parse_teacher(self.teacher)
         _check_range(self, 0, "spread", "least_budget", "reference_weight")
-        own = ("prices", "start", "spread", "least_budget", "reward", "temperature", "reference_weight")
+        own = ("prices", "start", "thresholds", "spread", "least_budget", "reward", "temperature", "reference_weight")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         if self.posterior == "scorer" and (given := [name for name in own if getattr(self, name) != defaults[name]]):
             raise UserError(f"{given[0]} is for posterior = 'selector': set that, or leave it out")
@@ -204,6 +205,8 @@ class OrderRecipe(Optimisation):
                 )
             if self.least_budget and not self.prices:
                 object.__setattr__(self, "prices", REWARD_PRICES if self.reward else PRICES)
+            if self.start == "iid" and self.thresholds != defaults["thresholds"]:
+                raise UserError("thresholds are those of start = 'threshold' or 'paced': set start, or leave them out")
             if self.least_budget > self.budget:
                 raise UserError(f"least_budget = {self.least_budget} must be at most budget = {self.budget}")
             if self.temperature != defaults["temperature"] and not self.reward:

@@ -17,6 +17,7 @@ from unmask.decoding.policies import (
     IID,
     P2,
     WINO,
+    Blocks,
     Learned,
     Margin,
     NetworkPolicy,
@@ -31,9 +32,17 @@ from unmask.errors import UserError
 from unmask.evaluation import bound as bounds
 from unmask.evaluation import evaluate as evaluation
 from unmask.evaluation.bound import evaluate_bound
-from unmask.evaluation.evaluate import HalfTrunk, Setup, device_name, evaluate_policy, revision
+from unmask.evaluation.evaluate import (
+    HalfTrunk,
+    Setup,
+    device_name,
+    evaluate_policy,
+    half_selector,
+    revision,
+)
 from unmask.evaluation.records import wilson_interval
 from unmask.evaluation.verdicts import VerdictFile
+from unmask.models.networks import Selector
 from unmask.models.order_model import weights_hash
 from unmask.tasks.puzzles.chain import Chain
 from unmask.tasks.puzzles.groups import Groups
@@ -140,6 +149,34 @@ def test_the_trunk_in_half_precision():
         full, rounded = (run(model, rule, 2, precision=precision) for precision in ("no", "bf16"))
     assert (full.precision, rounded.precision) == ("no", "bf16")
     assert full.denoiser == rounded.denoiser
+
+
+def test_the_selector_in_half_precision(monkeypatch):
+    """As under autocast, with logits in float32; an evaluation in half precision reads it so, in blocks too."""
+    model, policy = learned_model()
+    selector = model.float().selector
+    hidden, masked = torch.randn(2, 4, model.denoiser.backbone.config.width), torch.ones(2, 4, dtype=torch.bool)
+    asked = hidden, torch.rand(2, 4, 3), masked, torch.tensor([1, 1]), None, torch.tensor([2, 2]), None
+    half, exact = half_selector(policy).network(*asked), selector(*asked)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert half.equal(selector(*asked))
+    assert half.dtype == torch.float32
+    assert 0 < (half - exact).abs().max() < 0.05
+    assert half_selector(TopProbability()) == TopProbability()
+
+    rounded, forward = [], Selector.forward
+
+    def noted(self, *given):
+        rounded.append(torch.is_autocast_enabled("cpu"))
+        return forward(self, *given)
+
+    monkeypatch.setattr(Selector, "forward", noted)
+    inside = Blocks(4, Learned(Selector(dataclasses.replace(selector.config, block_size=4), hidden.shape[-1])))
+    for rule, precision in ((policy, "no"), (policy, "bf16"), (inside, "bf16")):
+        rounded.clear()
+        record = run(model, rule, 2, precision=precision)
+        assert set(rounded) == {precision == "bf16"}
+        assert record.precision == precision
 
 
 def test_a_learned_order_is_named_by_its_seed_and_its_rivals(tmp_path):

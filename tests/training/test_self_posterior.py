@@ -237,13 +237,14 @@ def test_at_the_start_it_is_a_threshold():
         assert ((s >= 0) == (top >= wanted)).all()
 
 
+@pytest.mark.parametrize("thresholds", [(0.995, 0.6), (0.5, 0.5)])
 @pytest.mark.parametrize("paced", [False, True])
-def test_read_greedily_at_the_start_it_is_the_rule(paced):
+def test_read_greedily_at_the_start_it_is_the_rule(paced, thresholds):
     """Token by token, also where no confidence reaches the threshold, and with fewer or more steps than T."""
-    model = model_of(start="paced" if paced else "threshold")
+    model = model_of(start="paced" if paced else "threshold", thresholds=thresholds)
     start, canvas = as_it_starts(model), torch.full((40, 8), 3)
     canvas[:, 0] = torch.arange(40) % 3
-    for (price, c), steps in itertools.product(zip(PRICES, (0.995, 0.6), strict=True), (BUDGET, 3, 2, 6, 8)):
+    for (price, c), steps in itertools.product(zip(PRICES, thresholds, strict=True), (BUDGET, 3, 2, 6, 8)):
         ours, rule = (
             generate(model.denoiser, canvas, policy=policy, max_steps=steps, temperature=0.0, seed=0)
             for policy in (Learned(start, price=price, deterministic=True), Threshold(c, paced=paced))
@@ -319,6 +320,8 @@ def test_one_token_per_step(tmp_path, posterior):
         ("order.least_budget=9 order.prices=[1.0,2.0]", "least_budget = 9 must be at most budget = 2"),
         ("order.prices=[1.0,2.0]", "give least_budget too, such as 2, or leave prices out$"),
         ("order.prices=[2.0,1.0] order.least_budget=2", "prices must be two"),
+        ("order.thresholds=[0.9,0.8]", "set start, or leave them out$"),
+        ("order.start=paced order.least_budget=2 order.thresholds=[0.8,0.9]", "thresholds must be two between 0 and 1"),
         ("order.temperature=0.0", "set reward, or leave it out"),
         ("order.selector_rate=0.0", "selector_rate is 0: no order would be learned"),
         ("order.scorer_rate=0.1", "scorer_rate has no effect"),

@@ -7,7 +7,7 @@ import hashlib
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,7 @@ import unmask
 from unmask.decoding.cache import Cache
 from unmask.decoding.denoiser import AnyDenoiser
 from unmask.decoding.generate import Engine
-from unmask.decoding.policies import Policy, network_of
+from unmask.decoding.policies import Blocks, NetworkPolicy, Policy, SelectorNetwork, network_of
 from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
 from unmask.errors import UserError
@@ -61,7 +61,7 @@ class Setup:
     choice: TokenChoice
     seed: int
     trained_seed: int | None = None  # that the order was learned with
-    precision: str = "no"  # "bf16" runs the denoiser's trunk under autocast; scores stay float32
+    precision: str = "no"  # "bf16" runs the denoiser's trunk and the selector under autocast; scores stay float32
     compile: bool = False
     cache: Cache = "auto"
 
@@ -142,8 +142,8 @@ def evaluate_policy(
         advance(done)
     half = setup.precision == "bf16"
     used: AnyDenoiser = HalfTrunk(denoiser) if half else denoiser
-    batch_size = min(BATCH, examples)
-    engine = Engine(used, policy, budget, setup.choice, batch_size=batch_size, compile=setup.compile, cache=setup.cache)
+    rule, size = half_selector(policy) if half else policy, min(BATCH, examples)
+    engine = Engine(used, rule, budget, setup.choice, batch_size=size, compile=setup.compile, cache=setup.cache)
     engine.policy.check(budget, response_sizes(task, examples))
     for first in range(done, examples, CHUNK):
         ids = torch.arange(first, min(first + CHUNK, examples))
@@ -212,6 +212,30 @@ class HalfTrunk:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.denoiser.logits(hidden)
+
+
+class HalfSelector:
+    """A selector that runs in bfloat16 under autocast, as in training with `precision = "bf16"`; its logits are
+    float32.  On a GPU it then leaves padding out too (`Layout.of`)."""
+
+    def __init__(self, network: SelectorNetwork) -> None:
+        self.network = network
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.network, name)
+
+    def __call__(self, hidden: Tensor, *rest: Any) -> Tensor:
+        with torch.autocast(hidden.device.type, torch.bfloat16):
+            return self.network(hidden, *rest)
+
+
+def half_selector(policy: Policy) -> Policy:
+    """The rule with its selector, where it has one, in bfloat16."""
+    if isinstance(policy, Blocks):
+        return replace(policy, inner=half_selector(policy.inner))
+    if isinstance(policy, NetworkPolicy):
+        return cast(Policy, replace(cast(Any, policy), network=HalfSelector(policy.network)))
+    return policy
 
 
 def _evaluate_chunk(

@@ -134,6 +134,7 @@ class SelectorConfig:
     positions: int = 0
     prices: tuple[float, ...] = ()  # the lowest and the highest; empty: none
     start: Literal["iid", "threshold", "paced"] = "iid"
+    thresholds: tuple[float, ...] = (0.995, 0.6)  # of the start: c* at the lowest and at the highest price
     spread: float = 0.0  # standard deviation of f at the start
     reads: Literal["hidden", "logits"] = "hidden"
     block_size: int = 0  # of a block-causal denoiser: T is the budget of a block, and it sees what the denoiser sees
@@ -148,6 +149,8 @@ class SelectorConfig:
         require(known, f"start must be iid or threshold or paced, got {self.start!r}")
         priced = self.start == "iid" or bool(self.prices)
         require(priced, f"start = {self.start!r} needs prices, from which its threshold follows: set order.prices")
+        falling = len(self.thresholds) == 2 and 1 > self.thresholds[0] >= self.thresholds[1] > 0
+        require(falling, f"thresholds must be two between 0 and 1, the higher one first, got {list(self.thresholds)}")
         self.shape  # noqa: B018  # checks width and heads
 
     @property
@@ -164,15 +167,15 @@ class Selector(nn.Module):
         threshold    start_n = beta (logit c_n - logit c*(lambda))  read greedily, it is `threshold:c*`
         paced        the same with min(c*, c_(k)) for c*            read greedily, it is `threshold(c*,paced)`
 
-    c* falls from 0.995 at the lowest price to 0.6 at the highest, its log-odds linearly in log lambda.  c_(k) is the
-    k-th largest c of the M masks on offer, k = ceil(M / (t + 1)), which ends in time at an even pace; of equal ones the
-    leftmost count as larger.
+    c* falls from the first of `thresholds` at the lowest price to the second at the highest, its log-odds linearly in
+    log lambda.  c_(k) is the k-th largest c of the M masks on offer, k = ceil(M / (t + 1)), which ends in time at an
+    even pace; of equal ones the leftmost count as larger.
     With a `spread` f has that standard deviation at first: where all positions look alike, f = 0 is a saddle.
     The log-odds of the top probability c tell 0.999 from 0.9999, which are the same number in bfloat16.
     """
 
     TIME_FEATURES = 4
-    BETA, THRESHOLDS = 2.0, (0.995, 0.6)  # c* at the lowest and at the highest price
+    BETA = 2.0
     TIE = 1e-3  # by which what is not due lies below what is, where both have the same c
     READ = 5  # top probability, margin, entropy; the log-odds of the first; masked or not
     NEAREST_TO_ONE = 1e-6  # beyond, log-odds end
@@ -271,7 +274,7 @@ class Selector(nn.Module):
             return -t.log()[:, None].expand_as(masked)
         price = torch.full_like(t, self.prices[0]) if price is None else price.clamp(*self.prices).to(t.dtype)
         low, high = (math.log(end) for end in self.prices)
-        first, last = (math.log(c / (1 - c)) for c in self.THRESHOLDS)
+        first, last = (math.log(c / (1 - c)) for c in self.config.thresholds)
         bar = first + (last - first) * (price.log() - low) / (high - low)  # [B]: logit c*
         above = self._log_odds(confidences, masked[..., None])[..., 0] - bar[:, None]
         if self.config.start == "paced":

@@ -259,6 +259,7 @@ def _selector(
         positions=positions,
         prices=order.prices,
         start=order.start,
+        thresholds=order.thresholds,
         spread=order.spread,
         reads="logits" if recipe.reads == "logits" or not denoiser_width else "hidden",
         block_size=block_size,
