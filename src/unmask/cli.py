@@ -318,6 +318,14 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
+    own_denoiser: Annotated[
+        bool,
+        Option(
+            "--own-denoiser",
+            help="Of an order that was learned jointly: the rules run on the denoiser that learned along, too, so that "
+            "the order is seen alone.",
+        ),
+    ] = False,
     exact_denoiser: Annotated[
         bool,
         Option(
@@ -392,6 +400,9 @@ def evaluate(
     """
     options: dict[str, Any] = {"examples": examples, "seed": seed, "split": split, "trust_task": trust_task, "cpu": cpu}
     options |= {"denoiser": denoiser, "any_denoiser": any_denoiser}
+    if own_denoiser:
+        require(not bound, "--bound takes no --own-denoiser: it has no rules")
+        options["own_denoiser"] = True
     if exact_denoiser and not bound:
         from unmask.evaluation.plan import exact_folder
 
