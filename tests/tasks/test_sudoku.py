@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from dataclasses import replace
+from functools import cache
 
+import numpy as np
 import pytest
 import torch
 
+from unmask import progress
 from unmask.errors import UserError
 from unmask.evaluation.evaluate import examples_of
+from unmask.recipe import load_recipe
+from unmask.tasks.sudoku import boards, sudoku
 from unmask.tasks.sudoku.solver import dig, geometry, solve
-from unmask.tasks.sudoku.sudoku import _TEST_SHARE, CACHE_FILE, Sudoku, _kind
+from unmask.tasks.sudoku.sudoku import _TEST_SHARE, CACHE_FILE, Sudoku, _kinds
 
 PUZZLE = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
 SOLUTION = "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
@@ -41,14 +47,44 @@ def read(text):
     return [None if cell in "0." else int(cell) - 1 for cell in text]
 
 
+@cache
+def seen(box, cell):
+    side = box * box
+    row, column = divmod(cell, side)
+    lines = [side * row + i for i in range(side)] + [side * i + column for i in range(side)]
+    corner = side * (row - row % box) + column - column % box
+    return [*lines, *(corner + side * i + j for i in range(box) for j in range(box))]
+
+
+def count(box, puzzle, at_most=2):
+    """How many solutions there are, up to `at_most`, by trying digits where the fewest fit; no code of the solver."""
+    blanks = [cell for cell, digit in enumerate(puzzle) if digit is None]
+    if not blanks:
+        return 1
+    fitting = ((set(range(box * box)) - {puzzle[other] for other in seen(box, cell)}, cell) for cell in blanks)
+    digits, cell = min(fitting, key=lambda some: len(some[0]))
+    found = 0
+    for digit in digits:
+        if found < at_most:
+            found += count(box, [*puzzle[:cell], digit, *puzzle[cell + 1 :]], at_most - found)
+    return found
+
+
+def keys(box, number):
+    """For `boards.fill`, and an order to dig in."""
+    generator = np.random.default_rng(box)
+    order = generator.random((number, box**4)).argsort()
+    return generator.random((number, box**4, box**2 + 1)), order
+
+
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
+def folder(tmp_path_factory):
     return str(tmp_path_factory.mktemp("sudoku"))
 
 
 @pytest.fixture(params=[2, 3], ids=["4x4", "9x9"])
-def task(request, cache):
-    return Sudoku(box=request.param, puzzles={2: 300, 3: 40}[request.param], seed=1, cache=cache)
+def task(request, folder):
+    return Sudoku(box=request.param, puzzles={2: 300, 3: 40}[request.param], seed=1, cache=folder)
 
 
 # ---- the solver
@@ -58,6 +94,17 @@ def test_all_small_grids_are_found():
     assert len(GRIDS) == 288
     found, _ = solve(2, [None] * 16, at_most=1000)
     assert sorted(found) == sorted(GRIDS)
+
+
+def test_the_count_of_these_tests_is_right():
+    """On small boards against all grids, and on the empty 9 x 9 board it stops."""
+    for grid in GRIDS[::17]:
+        for blanks in (6, 11, 13):
+            puzzle = [None if cell * 7 % 16 < blanks else digit for cell, digit in enumerate(grid)]
+            agreeing = [g for g in GRIDS if all(c is None or c == d for c, d in zip(puzzle, g, strict=True))]
+            assert count(2, puzzle, at_most=288) == len(agreeing)
+    assert count(3, read(PUZZLE)) == 1
+    assert count(3, read(PUZZLE[:40] + "." * 41)) == 2
 
 
 def test_the_solver_agrees_with_brute_force():
@@ -110,7 +157,80 @@ def test_a_dug_puzzle_has_one_solution_and_no_clue_too_many():
                 assert len(solve(2, [None if n == cell else c for n, c in enumerate(puzzle)]).grids) == 2
 
 
+# ---- many boards at once
+
+
+@pytest.mark.parametrize("box", [2, 3])
+def test_random_grids_are_right_or_said_not_to_be(box):
+    draws, _ = keys(box, 5003)  # of about eight of which a cell keeps two digits
+    grids, are_right = boards.fill(box, draws)
+    assert [right(box, grid) for grid in grids.tolist()] == are_right.tolist()
+    assert 0.4 < are_right.mean() < 0.95
+    alone, is_right = boards.fill(box, draws[5:6])
+    assert (is_right == are_right[5:6]).all()
+    assert (alone == grids[5:6]).all() or not is_right
+    different = {tuple(grid) for grid in grids[are_right].tolist()}
+    assert len(different) == are_right.sum() if box == 3 else len(different) > 0.97 * len(GRIDS)
+
+
+@pytest.mark.parametrize("box", [2, 3])
+def test_boards_are_dug_as_one_by_one(box):
+    """Down to so many clues, as long as the solver needs no guess, whatever the other boards do."""
+    draws, orders = keys(box, 30)
+    grids, are_right = boards.fill(box, draws)
+    grids, orders = grids[are_right], orders[are_right]
+    clues = np.arange(len(grids)) % 3 * 2 * box**2
+    given = boards.dig(box, grids, orders, clues)
+    for grid, order, least, kept in zip(grids.tolist(), orders.tolist(), clues.tolist(), given.tolist(), strict=True):
+        puzzle = list(grid)
+        for cell in order:
+            if len(grid) - puzzle.count(None) > least:
+                puzzle[cell] = None
+                if solve(box, puzzle) != ([grid], 0):
+                    puzzle[cell] = grid[cell]
+        assert kept == [digit is not None for digit in puzzle]
+
+
 # ---- the task
+
+
+def test_base_puzzles_have_one_solution_and_few_clues():
+    """Of Radcliffe's 3 million (see Sudoku), 19 to 31 have each, most 23 to 26."""
+    signed, guessed = Sudoku(puzzles=240)._dug()
+    clues = (signed > 0).sum(-1)
+    assert 19 <= clues.min() <= clues.max() <= 31
+    assert 24.2 < clues.double().mean() < 25
+    assert ((clues >= 23) & (clues <= 26)).double().mean() > 0.85
+    assert not guessed[torch.arange(240) % 8 != 0].any()
+    assert 8 <= guessed.sum() <= 25, "about half of the 30 that the search has dug"
+    assert len(signed.unique(dim=0)) == len(signed.abs().unique(dim=0)) == 240
+    assert all(right(3, grid) for grid in (signed.abs() - 1).tolist())
+    for row in signed[:17].tolist():
+        assert count(3, [digit - 1 if digit > 0 else None for digit in row]) == 1
+    assert zlib.crc32(signed.numpy().tobytes()) == 1156241322, "on every machine"
+
+
+@pytest.mark.parametrize("box", [2, 3])
+def test_base_puzzles_do_not_depend_on_how_many_are_made_together(box, monkeypatch):
+    task = Sudoku(box=box, puzzles=20, seed=8)  # where 0, 8 and 16 need guesses
+    signed, guessed = task._dug()
+    monkeypatch.setattr(sudoku, "_TOGETHER", 7)
+    for a, b in zip(task._dug(), (signed, guessed), strict=True):
+        assert torch.equal(a, b)
+    assert all(count(box, [digit - 1 if digit > 0 else None for digit in row]) == 1 for row in signed[:4].tolist())
+
+
+def test_many_puzzles_are_made_with_few_searches_and_told_in_a_log(monkeypatch, capsys):
+    dug = []
+    monkeypatch.setattr(sudoku, "dig", lambda *args: dug.append(args) or dig(*args))
+    monkeypatch.setattr(sudoku, "_MOST_SEARCHED", 4)
+    monkeypatch.setattr(sudoku, "_TOGETHER", 50)
+    monkeypatch.setattr(progress, "EVERY", 0)
+    Sudoku(box=2, puzzles=100)._dug()
+    assert len(dug) == 4
+    assert "puzzles 50/100" in capsys.readouterr().err
+    train = 1 - 1 / _TEST_SHARE
+    assert load_recipe("sudoku").task["puzzles"] * train > 300_000
 
 
 def test_examples_are_puzzles_with_one_solution(task):
@@ -128,8 +248,8 @@ def test_examples_are_puzzles_with_one_solution(task):
             assert solved.grids == [grid]
             assert (solved.guesses > 0) == (task.box == 3 and split == "hard")
             assert (puzzle.count(None) == 12) == (task.box == 2 and split == "hard")
-            is_test = _kind(task.box, puzzle) % _TEST_SHARE == 0
-            assert split == "hard" or is_test == (split == "test"), "a symmetry never leads out of its split"
+        is_test = _kinds(task.box, torch.where(examples.response, -1, 1) * (examples.tokens + 1)) % _TEST_SHARE == 0
+        assert split == "hard" or (is_test == (split == "test")).all(), "a symmetry never leads out of its split"
     assert task.entropy == 0
     assert len(set(map(tuple, task.examples(torch.arange(200), "train").tokens.tolist()))) > 100
 
@@ -159,8 +279,8 @@ def test_examples_stay_what_they_are(task):
     assert (
         shown
         == {
-            2: ".2344...2....42.",
-            3: "....12.8..87...6.2....6..4.....86...4..2.3..6.6.17...387.6..2...4...79....63...74",
+            2: ".13.2.1.....32..",
+            3: ".1.......4..5..3..83..7.6.....154..8..4..8.2.....6.....6.4....95..71........39.74",
         }[task.box]
     )
 
@@ -181,7 +301,7 @@ def test_valid_by_hand(tmp_path):
     signed = task._base[split]
     examples = replace(task.examples(torch.arange(1), "train"), tokens=signed.abs() - 1, response=signed < 0)
     answer = torch.tensor([read(SOLUTION)])
-    assert torch.equal(examples.tokens, answer)
+    assert torch.equal(examples.tokens, answer.to(torch.int8))
     assert task.valid(answer, examples).all()
 
     def changed(*cells):
@@ -207,16 +327,14 @@ def test_valid_by_hand(tmp_path):
     assert task.valid((answer + 1) % 9, free).all()
 
 
-def test_symmetries_keep_the_kind():
-    task = Sudoku(box=3)
-    vars(task)["_base"] = {"train": torch.tensor([[d + 1 if c is not None else -d - 1 for c, d in zip(
-        read(PUZZLE), read(SOLUTION), strict=True)]])}  # fmt: skip
+@pytest.mark.parametrize("text", [PUZZLE, GUESSED], ids=["newspaper", "guessed"])
+def test_symmetries_keep_the_kind(text):
+    task, (grid,) = Sudoku(box=3), solve(3, read(text)).grids
+    base = torch.tensor([[d + 1 if c is not None else -d - 1 for c, d in zip(read(text), grid, strict=True)]])
+    vars(task)["_base"] = {"train": base}
     examples = task.examples(torch.arange(50), "train")
-    kinds = {
-        _kind(3, [None if free else digit for digit, free in zip(grid, blank, strict=True)])
-        for grid, blank in zip(examples.tokens.tolist(), examples.response.tolist(), strict=True)
-    }
-    assert kinds == {_kind(3, read(PUZZLE))}
+    signed = torch.where(examples.response, -1, 1) * (examples.tokens + 1)
+    assert (_kinds(3, signed) == _kinds(3, base)).all()
     assert task.valid(examples.tokens, examples).all()
     assert len(set(map(tuple, examples.response.tolist()))) == 50
     assert geometry(3).units[0] == task.layout[0] == tuple(range(9))

@@ -28,10 +28,11 @@ class Puzzle(Task):
 
     seed: int = 0
 
-    def structure_uniforms(self, part: int, *shape: int) -> Tensor:
-        """Uniforms that fix a hidden part of the puzzle; an argsort makes them random permutations."""
-        count = torch.arange(torch.Size(shape).numel())
-        return uniforms(self.seed, Purpose.DATA, _WORDS["structure"], part, count, dtype=torch.float64).view(shape)
+    def structure_uniforms(self, part: int | Tensor, *shape: int) -> Tensor:
+        """Uniforms that fix a hidden part of the puzzle, or several parts [P]; an argsort makes them permutations."""
+        count, parts = torch.arange(torch.Size(shape).numel()), torch.as_tensor(part)
+        words = Purpose.DATA, _WORDS["structure"], parts[..., None], count
+        return uniforms(self.seed, *words, dtype=torch.float64).view(*parts.shape, *shape)
 
     def example_uniforms(self, split: str, ids: Tensor, count: int) -> Tensor:
         """[B, count]: the uniforms of each example, a function of (seed, split, id) alone."""

@@ -39,9 +39,9 @@ class Solved(NamedTuple):
     guesses: int  # cells at which the search branched; 0: every cell was the only one for a digit or had only one
 
 
-def solve(box: int, puzzle: Cells, at_most: int = 2, keys: Sequence[Sequence[float]] | None = None) -> Solved:
-    """The solutions of a puzzle, up to `at_most`; keys [cells][side]: guesses are tried in their order."""
-    return _search(box, _planes(box, puzzle), at_most, keys)
+def solve(box: int, puzzle: Cells, at_most: int = 2) -> Solved:
+    """The solutions of a puzzle, up to `at_most`."""
+    return _search(box, _planes(box, puzzle), at_most)
 
 
 def _planes(box: int, puzzle: Cells) -> list[int]:
@@ -54,7 +54,7 @@ def _planes(box: int, puzzle: Cells) -> list[int]:
     return [blank | clue for clue in clues]
 
 
-def _search(box: int, planes: list[int], at_most: int, keys: Sequence[Sequence[float]] | None = None) -> Solved:
+def _search(box: int, planes: list[int], at_most: int) -> Solved:
     """Singles, and where they do not suffice, guesses."""
     open_cells = _place_singles(box, planes)
     if open_cells is None:
@@ -64,12 +64,11 @@ def _search(box: int, planes: list[int], at_most: int, keys: Sequence[Sequence[f
         return Solved([[next(d for d, plane in enumerate(planes) if plane >> cell & 1) for cell in cells]], 0)
     grids: list[list[int]] = []
     guesses = 1
-    branches = _fewest(box, planes, open_cells)
-    for cell, digit in sorted(branches, key=lambda branch: keys[branch[0]][branch[1]]) if keys else branches:
+    for cell, digit in _fewest(box, planes, open_cells):
         if len(grids) < at_most:
             assumed = [plane & ~(1 << cell) for plane in planes]
             assumed[digit] = planes[digit]
-            found = _search(box, assumed, at_most - len(grids), keys)
+            found = _search(box, assumed, at_most - len(grids))
             grids, guesses = grids + found.grids, guesses + found.guesses
     return Solved(grids, guesses)
 
