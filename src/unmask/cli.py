@@ -16,7 +16,7 @@ from typer import Argument, BadParameter, Exit, Option, Typer
 
 import unmask
 from unmask.display import accept_any_character, say
-from unmask.errors import Stopped, UserError
+from unmask.errors import Stopped, UserError, require
 from unmask.files import refuse_link, write_text
 from unmask.recipe import MOST_EXAMPLES, MOST_STEPS, known_recipes, known_studies, listed_recipes, load_recipe
 

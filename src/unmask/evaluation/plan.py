@@ -124,7 +124,7 @@ def evaluate(
         else:
             model, plain, task, recipe = open_run(folder, processes.device, split, trust_task, denoiser, any_denoiser)
         if own_denoiser:
-            already = "--own-denoiser is for a run whose denoiser learned along: here every rule runs on that of the order"
+            already = "--own-denoiser is for a denoiser that learned along: here all rules run on that of the order"
             require(recipe.is_joint, f"{already}: leave it out")
             plain = model
         label, defaults = model_label(recipe), recipe.evaluate
