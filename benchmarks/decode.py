@@ -2,7 +2,8 @@
 
     python benchmarks/decode.py cpu                    a table (under four minutes on two slow cores)
     python benchmarks/decode.py h200-85m h200-one h200-wide --json    one JSON object per line
-    python benchmarks/decode.py h200-one --peer LLaDA/generate.py     against LLaDA's own sampler
+    python benchmarks/decode.py h200-one --peer LLaDA/generate.py     against the own loop of LLaDA, or of Fast-dLLM
+                                                                      (v1/llada/generate.py) or dLLM (samplers/mdlm.py)
     python benchmarks/decode.py table                  results/decode/tables.md from the records beside it
 
 Both run alternately in one process on the same weights, dtype, attention, prompts and seeds; figures are medians.
@@ -16,15 +17,17 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
+import importlib
+import inspect
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +35,7 @@ from torch import Tensor
 
 from unmask import rng as rng
 from unmask.decoding.generate import Engine
-from unmask.decoding.policies import IID, Learned, Policy, TopProbability
+from unmask.decoding.policies import IID, Blocks, Factor, Learned, Policy, Threshold, TopProbability, parse_policy
 from unmask.decoding.schedules import reveal_count
 from unmask.evaluation.evaluate import device_name, revision
 from unmask.models.backbone import BackboneConfig
@@ -43,6 +46,14 @@ RECORDS = ROOT / "results" / "decode"
 PAGE = RECORDS / "tables.md"
 SEED = 0
 RULES = ("top-prob", "iid", "learned")
+# The peers, and the rules that they have too; blocks are with Fast-dLLM's prefix cache.
+LLADA, FAST_DLLM, DLLM = "LLaDA's generate.py", "Fast-dLLM's generate.py", "dLLM's mdlm.py"
+PEERS = {
+    LLADA: ["top-prob"],
+    FAST_DLLM: ["top-prob", "threshold:0.9", "factor:1", "blocks(32,top-prob)", "blocks(32,threshold:0.9)"],
+    DLLM: ["top-prob"],
+}
+SURER = 24.0  # times the logits, against Fast-dLLM: of a random model's tokens no threshold is ever met
 # In `graphs`, only if asked for, the plain loop's model runs with torch.compile's own CUDA graphs ("reduce-overhead").
 COMPILE = {"compiled": None, "graphs": "reduce-overhead"}
 MODES = ["eager", "shipped", *COMPILE]
@@ -105,6 +116,10 @@ def build(case: Case, dtype: torch.dtype | None = None) -> tuple[Denoiser, Selec
 
 def policies(selector: Selector) -> list[Policy]:
     return [TopProbability(), IID(), Learned(selector)]
+
+
+def inner(policy: Policy) -> Policy:
+    return policy.inner if isinstance(policy, Blocks) else policy
 
 
 # --- the reference ----------------------------------------------------------------------------------------------------
@@ -185,32 +200,57 @@ def reference(
     return partial(plain_loop, run, prompts, policy, steps, denoiser.mask_token_id, draws_of(prompts, steps))
 
 
-def peer_loop(path: Path, denoiser: Denoiser, case: Case, prompts: Tensor, mode: str) -> Callable[[], Tensor]:
-    """LLaDA's own sampler on this model: the function `generate` of its generate.py, with its defaults."""
-    spec = importlib.util.spec_from_file_location("peer", path)
-    assert spec is not None
-    assert spec.loader is not None
-    peer = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(peer)
+def open_peer(path: Path) -> tuple[str, ModuleType]:
+    """Whose loop a file holds, and the module: imported from the folder above its packages, as its imports expect."""
+    root, names = path.resolve().parent, [path.stem]
+    while (root / "__init__.py").exists():
+        root, names = root.parent, [root.name, *names]
+    sys.path.insert(0, str(root))
+    peer = importlib.import_module(".".join(names))
+    if hasattr(peer, "MDLMSampler"):
+        return DLLM, peer
+    return FAST_DLLM if "factor" in inspect.signature(peer.generate).parameters else LLADA, peer
 
-    def logits(x: Tensor) -> Tensor:
-        return denoiser.logits(denoiser.hidden(x))
 
-    project = logits if mode == "eager" else torch.compile(logits, dynamic=False, mode=COMPILE[mode])
+class PeerModel:
+    """What a peer's loop calls: logits [B, W, V] of the last W tokens of its canvas, and keys and values if asked."""
 
-    class Model:
-        device = prompts.device
+    def __init__(self, denoiser: Denoiser, device: torch.device, mode: str) -> None:
+        def logits(x: Tensor) -> Tensor:
+            return denoiser.logits(denoiser.hidden(x))
 
-        def __call__(self, x: Tensor, attention_mask: None = None) -> Any:
-            return SimpleNamespace(logits=project(x))
+        self.denoiser, self.device = denoiser, device
+        self.logits = logits if mode == "eager" else torch.compile(logits, dynamic=False, mode=COMPILE[mode])
+        self.cache = torch.empty(0)
 
-    return partial(
-        *(peer.generate, Model(), prompts[:, : case.prompt]),
-        steps=case.steps,
-        gen_length=case.response,
-        block_length=case.response,
-        mask_id=denoiser.mask_token_id,
-    )
+    def __call__(self, x: Tensor, attention_mask: Any = None, past_key_values: Any = None, use_cache: bool = False):
+        if not use_cache:
+            return SimpleNamespace(logits=self.logits(x))
+        if past_key_values is None:
+            self.cache = self.denoiser.new_cache(*x.shape)  # [layers, 2, B, L, K, E]
+        (B, W), L = x.shape, self.cache.shape[3]
+        places, rows = torch.arange(L - W, L, device=x.device).expand(B, -1), torch.arange(B, device=x.device)
+        sees = torch.ones(1, 1, 1, dtype=torch.bool, device=x.device).expand(B, W, L)
+        states = self.denoiser.cached(x, places, sees, self.cache, rows)
+        return SimpleNamespace(logits=self.denoiser.logits(states), past_key_values=self.cache.transpose(3, 4))
+
+
+def peer_loop(
+    peer: ModuleType, denoiser: Denoiser, policy: Policy, case: Case, prompts: Tensor, mode: str
+) -> Callable[[], Tensor]:
+    """A peer's own loop on this model, with its defaults."""
+    model, mask, prompts = PeerModel(denoiser, prompts.device, mode), denoiser.mask_token_id, prompts[:, : case.prompt]
+    if hasattr(peer, "MDLMSampler"):
+        sampler = peer.MDLMSampler(model, SimpleNamespace(mask_token_id=mask, bos_token_id=0, eos_token_id=0))
+        shape = {"max_new_tokens": case.response, "block_size": case.response}
+        return partial(sampler.sample, list(prompts), steps=case.steps, **shape)
+    run, size = peer.generate, case.response
+    if isinstance(policy, Blocks):
+        run, size = peer.generate_with_prefix_cache, policy.size
+    own = {name: getattr(inner(policy), name) for name in ("threshold", "factor") if hasattr(inner(policy), name)}
+    shape = {"steps": case.steps, "gen_length": case.response, "block_length": size}
+    run = partial(run, model, prompts, mask_id=mask, **shape, **own)
+    return lambda: found[0] if isinstance(found := run(), tuple) else found  # Fast-dLLM counts the passes too
 
 
 # --- the same tokens? -------------------------------------------------------------------------------------------------
@@ -343,10 +383,16 @@ def graphed(run: Callable[[], Any], device: str) -> Callable[[], Any]:
     return graph.replay
 
 
-def measure(name: str, modes: list[str], only: list[str], peer: Path | None = None) -> Iterator[dict[str, Any]]:
+def measure(name: str, modes: list[str], only: list[str], path: Path | None = None) -> Iterator[dict[str, Any]]:
     """The rows of one case, each as soon as it is measured, against the plain loop or a peer's."""
     case = CASES[name]
     denoiser, selector, prompts = build(case)
+    rules, against, peer = policies(selector), "the plain loop", None
+    if path is not None:
+        against, peer = open_peer(path)
+        rules = [parse_policy(rule) for rule in PEERS[against]]
+        if against == FAST_DLLM and denoiser.head is not None:
+            denoiser.head.weight.data.mul_(SURER)
     with torch.no_grad():
         states = denoiser.hidden(prompts)
     stats = torch.rand(*prompts.shape, 3, device=case.device)
@@ -360,16 +406,19 @@ def measure(name: str, modes: list[str], only: list[str], peer: Path | None = No
             trunk, select = graphed(trunk, case.device), graphed(select, case.device)
         calls = 20 if case.device == "cuda" else 1
         trunk_ms, selector_ms = (milliseconds(run, case.repeats, calls) for run in (trunk, select))
-        for policy in policies(selector):
+        for policy in rules:
             if only and policy.name not in only:
                 continue
-            engine = Engine(denoiser, policy, case.steps, compile=compiled)
+            cached = isinstance(policy, Blocks) and not compiled
+            adaptive = isinstance(inner(policy), Threshold | Factor)  # it takes the steps that it needs
+            most = case.response if adaptive else case.steps
+            engine = Engine(denoiser, policy, most, compile=compiled, cache="prefix" if cached else "auto")
             ours = partial(engine.generate, prompts, seed=SEED)
             theirs_mode = "eager" if mode == "shipped" else mode
             if peer is None:
                 theirs = reference(denoiser, policy, case.steps, prompts, theirs_mode)
             else:
-                theirs = peer_loop(peer, denoiser, case, prompts, theirs_mode)
+                theirs = peer_loop(peer, denoiser, policy, case, prompts, theirs_mode)
             memory = plain_memory = None
             if compiled or case.device == "cuda":  # the first call compiles; and a CUDA graph takes its memory then
                 memory, plain_memory = peak_bytes(ours, case.device), peak_bytes(theirs, case.device)
@@ -383,7 +432,7 @@ def measure(name: str, modes: list[str], only: list[str], peer: Path | None = No
             step_ms, plain_ms = (1000 * statistics.median(all_of) / steps for all_of in (times, plain_times))
             yield {
                 "case": name,
-                "reference": "the plain loop" if peer is None else "LLaDA's generate.py",
+                "reference": against,
                 "policy": policy.name,
                 "mode": mode,
                 # Of neighbours in time, under the same load.
@@ -416,7 +465,7 @@ def least_ratio(row: dict[str, Any]) -> float:
     if row["mode"] == "shipped":
         return 6.0 if case.batch == 1 else 2.0
     if row["mode"] == "compiled" or (case.device == "cpu" and not peers):
-        return case.bars[row["policy"]]
+        return case.bars.get(row["policy"], case.bars["top-prob"])
     return (1.8 if row["case"] == "cpu" else 1.1) if peers else 1.0
 
 
@@ -460,7 +509,9 @@ INTRODUCTION = """# Decoding speed
 GPU and 1.1 to 1.5 times on a CPU. With `compile=True` on a GPU it is 2.4 to 2.5 times as fast in batches, and 2.0 to
 10.2 times at batch 1. Missed: 1.8 on `cpu`, by 0.27 (median of five runs; a step of nothing but the trunk would have
 1.6 to 2.1); and 6 on `h200-wide-one`, where the trunk alone takes 0.7 ms of the sampler's 2.4. The 10.2 of `h200-one`
-is against a sampler that took 8.8 ms per step; in the eager run it took 4.8, and against that it would be 5.6.
+is against a sampler that took 8.8 ms per step; in the eager run it took 4.8, and against that it would be 5.6. On a
+CPU the engine is 1.1 to 1.7 times as fast as Fast-dLLM's loop with fixed steps, 2.6 to 5.9 times in batches with its
+threshold, and 1.1 to 1.4 times as fast as dLLM's.
 
 Written by `python benchmarks/decode.py table` from the records in `results/decode/`, which these commands made:
 
@@ -469,6 +520,8 @@ python benchmarks/decode.py cpu --json > results/decode/cpu.jsonl
 python benchmarks/decode.py h200-85m --json > results/decode/h200-85m.jsonl      # and h200-one, h200-wide
 python benchmarks/decode.py h200-85m --peer LLaDA/generate.py --mode eager --mode shipped --json \\
     > results/decode/h200-85m-llada.jsonl                                        # and the others; on a CPU eager
+python benchmarks/decode.py cpu --peer Fast-dLLM/v1/llada/generate.py --mode eager --json \\
+    > results/decode/cpu-fast-dllm.jsonl                          # and cpu-1k; and --peer dllm/core/samplers/mdlm.py
 python benchmarks/decode.py check                                                # the same tokens?
 ```
 
@@ -477,6 +530,10 @@ medians of neighbouring pairs.
 
 - **Plain loop**: what LLaDA's and dLLM's samplers do: full [B, L, V] logits, a float32 log-softmax, a top-k per row and
   step. Its random draws cost it nothing. **LLaDA's generate.py**: its authors' sampler on the same weights.
+- **Fast-dLLM's generate.py** (v1) and **dLLM's mdlm.py**: theirs. On Fast-dLLM's, logits are multiplied by 24, so that
+  thresholds are met; `threshold` and `factor` take the passes that they need, and the engine drops finished sequences,
+  which Fast-dLLM does not (batch 1 on `cpu`: 1.28x with the threshold, 1.33x with `top-prob`). `blocks` are with its
+  prefix cache, and ours where eager. These records are of one run each on a busy CPU, in CPU seconds of one thread.
 - **Trunk**: a denoiser's pass without its projection to the vocabulary. The engine runs the last MLP only where it
   reads.
 - `eager`: both eager. `compiled`: the loop's model under torch.compile, the engine with `compile=True` (on a GPU one
@@ -496,7 +553,9 @@ plain loop are from before both, and `compiled` ones against LLaDA's sampler fro
 `same_tokens` in the records is the share of tokens that agree: all in float64; in float32 all but those that follow two
 scores within 1e-5 of each other (`check` fails otherwise). In compiled bfloat16 a few differ from the plain loop's,
 because torch.compile fuses the two sides differently. Of LLaDA's, all agree in float32; in bfloat16 67 to 72% do, the
-prompts' half included.
+prompts' half included. Of Fast-dLLM's and dLLM's all agree in float64 but for `factor`: where all masks but the last
+clear their bars, Fast-dLLM reveals that one too. In float32 Fast-dLLM's may part from ours at scores within 1e-6. dLLM
+rounds each step's share where we, LLaDA and Fast-dLLM put the remainder first: the same if the steps divide the masks.
 """
 
 
@@ -522,7 +581,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--mode", action="append", choices=MODES, help="some of the modes only")
     parser.add_argument("--policy", action="append", default=[], help="some of the policies only")
-    parser.add_argument("--peer", type=Path, help="LLaDA's generate.py: top-prob against its own loop instead")
+    parser.add_argument("--peer", type=Path, help="the file with a peer's own loop, to compare with instead")
     arguments = parser.parse_args()
     measured = [name for name in arguments.cases if name in CASES]
     if "check" in arguments.cases:
@@ -532,8 +591,7 @@ def main() -> None:
             parser.error(f"{name} needs a CUDA device: run `python benchmarks/decode.py cpu` here")
         if not arguments.json:
             print(f"{name}\n\n{line(HEADINGS)}\n" + "|---" * len(HEADINGS) + "|", flush=True)
-        only = ["top-prob"] if arguments.peer else arguments.policy
-        for row in measure(name, arguments.mode or ["eager", "compiled"], only, arguments.peer):
+        for row in measure(name, arguments.mode or ["eager", "compiled"], arguments.policy, arguments.peer):
             print(json.dumps(row) if arguments.json else line(cells(row)), flush=True)
     if "table" in arguments.cases:
         write_page()

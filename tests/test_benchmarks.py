@@ -27,7 +27,7 @@ def load(name):
     return module
 
 
-train, throughput, cache = load("train"), load("throughput"), load("cache")
+train, throughput, cache, decode = load("train"), load("throughput"), load("cache"), load("decode")
 CPU = torch.device("cpu")
 EXAMPLES = padded(
     [[0, 1, 2, 0, 1, 1], [2, 2, 1, 0, 1], [1, 0, 0, 2, 0]],
@@ -182,3 +182,93 @@ def test_an_update_beside_a_frozen_denoiser_leaves_it_as_it_was(reads, monkeypat
     assert row["denoiser_bytes"] == 4 * row["denoiser_parameters"] == 4 * 112_448
     assert row["selector_parameters"] <= 1_000_000
     assert 1 < row["mean_steps"] <= 2
+
+
+LLADA = """
+import torch
+
+
+def generate(model, prompt, attention_mask=None, steps=1, gen_length=1, block_length=1, mask_id=0):
+    x = torch.cat([prompt, torch.full((len(prompt), gen_length), mask_id)], dim=-1)
+    for i in range(steps):
+        c, token = model(x, attention_mask=attention_mask).logits.softmax(-1).max(-1)
+        best = c.masked_fill(x != mask_id, -1).topk(gen_length // steps).indices
+        x = x.scatter(-1, best, token.gather(-1, best))
+    return x
+"""
+
+FAST_DLLM = """
+import torch
+
+
+def reveal(x, logits, mask_id, threshold, until):
+    c, token = logits.softmax(-1).max(-1)
+    c = c.masked_fill((x != mask_id) | (torch.arange(x.shape[1]) >= until), -1)
+    sure = (c >= threshold) | ((c == c.amax(-1, keepdim=True)) & (c > 0))
+    return torch.where(sure, token, x)
+
+
+def generate(model, prompt, steps=1, gen_length=1, block_length=1, mask_id=0, threshold=None, factor=None):
+    x, passes = torch.cat([prompt, torch.full((len(prompt), gen_length), mask_id)], dim=-1), 0
+    while (x == mask_id).any():
+        x, passes = reveal(x, model(x).logits, mask_id, threshold, x.shape[1]), passes + 1
+    return x, passes
+
+
+def generate_with_prefix_cache(model, prompt, steps, gen_length, block_length, mask_id, threshold):
+    x = torch.cat([prompt, torch.full((len(prompt), gen_length), mask_id)], dim=-1)
+    for start in range(prompt.shape[1], x.shape[1], block_length):
+        out = model(x, use_cache=True)
+        kept = [[each[:, :, :start] for each in layer] for layer in out.past_key_values]
+        assert kept[-1][1].shape[2] == start
+        x = reveal(x, out.logits, mask_id, threshold, start + block_length)
+        while (x[:, start : start + block_length] == mask_id).any():
+            logits = model(x[:, start:], past_key_values=kept, use_cache=True).logits
+            x[:, start:] = reveal(x[:, start:], logits, mask_id, threshold, block_length)
+    return x, 0
+"""
+
+DLLM = """
+import torch
+from llada_of_dllm import generate
+
+
+class MDLMSampler:
+    def __init__(self, model, tokenizer):
+        self.model, self.mask = model, tokenizer.mask_token_id
+
+    def sample(self, inputs, steps, max_new_tokens, block_size):
+        assert len(inputs[0]) == 4 and block_size == max_new_tokens
+        return generate(self.model, torch.stack(inputs), None, steps, max_new_tokens, block_size, self.mask)
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "name", "rule"),
+    [
+        ("of_llada.py", LLADA, decode.LLADA, "top-prob"),
+        ("of_fast.py", FAST_DLLM, decode.FAST_DLLM, "threshold:0.3"),
+        ("of_fast.py", FAST_DLLM, decode.FAST_DLLM, "blocks(4,threshold:0.3)"),
+        ("package_of_dllm/mdlm.py", DLLM, decode.DLLM, "top-prob"),
+    ],
+)
+def test_a_peer_is_known_by_its_file_and_runs_on_the_same_model(path, text, name, rule, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / "package_of_dllm").mkdir(exist_ok=True)
+    (tmp_path / "package_of_dllm" / "__init__.py").touch()
+    (tmp_path / "llada_of_dllm.py").write_text(LLADA)
+    (tmp_path / path).write_text(text)
+    found, peer = decode.open_peer(tmp_path / path)
+    assert found == name
+    case = decode.Case(32, 2, 2, 64, 50, 3, 4, 8, 4, torch.float64, "cpu", 1, {})
+    denoiser, _, prompts = decode.build(case)
+    denoiser.head.weight.data.mul_(4)
+    policy = parse_policy(rule)
+    cached = "prefix" if rule.startswith("blocks") else "auto"
+    ours = Engine(denoiser, policy, 4 if rule == "top-prob" else 8, cache=cached).generate(prompts)
+    if rule != "top-prob":
+        assert 1 < ours.num_steps.double().mean() < 8
+    with torch.no_grad():
+        theirs = decode.peer_loop(peer, denoiser, policy, case, prompts, "eager")()
+    assert theirs.tolist() == ours.tokens.tolist()
