@@ -201,11 +201,17 @@ def warm(choice: Choice, examples: Examples, modes: Sequence[Mode]) -> tuple[Wri
 
 
 def measure(
-    choices: Sequence[Choice], task: Task, dev: Examples, examples: Examples, batches: Sequence[int], repeats: int
+    choices: Sequence[Choice],
+    task: Task,
+    dev: Examples,
+    examples: Examples,
+    batches: Sequence[int],
+    repeats: int,
+    compiled: bool,
 ) -> list[dict[str, Any]]:
     """A record for each way; times are medians, and the fastest and the slowest."""
     eager = [Mode(batch) for batch in batches]
-    both = [*eager, *(Mode(batch, True) for batch in batches)] if torch.cuda.is_available() else eager
+    both = [*eager, *(Mode(batch, True) for batch in batches)] if compiled else eager
     writes, modes = zip(
         *(warm(choice, dev, both if choice.way.can_compile else eager) for choice in choices), strict=True
     )
@@ -270,6 +276,7 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=1000, help="to time; to choose on, as many where there are")
     parser.add_argument("--batch", type=int, action="append", help="each way has the fastest; may be repeated")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--eager", action="store_true", help="do not try the engine compiled, which takes minutes")
     parser.add_argument("--out", type=Path, help="add the records to this file, one object per line")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -299,7 +306,8 @@ def main() -> None:
     batches = options.batch or [BATCH]
     first = choose(all_ways[0], Mode(batches[0]), dev, to_choose, 0.0)
     choices = [first, *(choose(way, Mode(batches[0]), dev, to_choose, first.accuracy) for way in all_ways[1:])]
-    rows = measure(choices, task, to_choose, to_time, batches, options.repeats)
+    compiled = torch.cuda.is_available() and not options.eager
+    rows = measure(choices, task, to_choose, to_time, batches, options.repeats, compiled)
     print(table(rows), flush=True)
     about = {"run": options.run.name, "task": task.name, "split": options.split, "num_examples": options.problems}
     about |= {"precision": "bf16" if half else "no", "repeats": options.repeats}
