@@ -12,8 +12,9 @@ from tests.training.small import FixedTask, padded, small_model
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import parse_policy
 from unmask.decoding.tokens import TokenChoice
+from unmask.evaluation.evaluate import HalfTrunk
 from unmask.models.backbone import BackboneConfig
-from unmask.models.networks import Denoiser, SelectorConfig
+from unmask.models.networks import Denoiser, Selector, SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
 from unmask.training.self_posterior import SelfObjective
 
@@ -55,6 +56,17 @@ def order_model():
             parameter.normal_(std=0.5, generator=generator)
     model.denoiser.requires_grad_(False)
     return model
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_the_order_is_timed_in_the_precision_of_the_trunk(half, monkeypatch):
+    model, seen = order_model().float(), []
+    run = Selector.run
+    monkeypatch.setattr(Selector, "run", lambda self, *given: (seen.append(given[0].dtype), run(self, *given))[1])
+    denoiser = HalfTrunk(model.denoiser) if half else model.denoiser
+    *_, order = throughput.ways(denoiser, denoiser, model.selector, T, [0.9], [0.5], CPU)
+    order.make(order.settings[0], throughput.Mode(2))(EXAMPLES)
+    assert set(seen) == {torch.bfloat16 if half else torch.float32}
 
 
 def test_operations_are_those_of_the_passes_that_are_run(monkeypatch):

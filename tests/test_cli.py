@@ -140,24 +140,6 @@ def test_a_full_gpu(base, refused, tmp_path, monkeypatch):
         assert ("resumes from its last checkpoint" in message) == ("one sequence at a time" not in expected)
 
 
-def test_rules_on_the_denoiser_that_learned_along(base, call, refused, tmp_path):
-    """On the weights of the order, which is told; the records are others than those with the usual rivals."""
-    run = shutil.copytree(base / "joint", tmp_path / "run")
-    before = {record.key for record in read_run(run)}
-    own = weights_hash(load_run(run)[0].denoiser)
-    words = ["--policy", "learned", "--policy", "margin", "--steps", "2"]
-    code, out, err = call("evaluate", run, "--own-denoiser", *words)
-    assert code == 0, err
-    assert "learned jointly with the denoiser; every rule runs on those very weights" in " ".join(out.split())
-    records = [record for record in read_run(run) if record.key not in before]
-    assert sorted(record.spec.policy for record in records) == ["learned", "margin"]
-    assert {record.spec.denoiser for record in records} == {own}
-    assert not any(record.spec.joint for record in records)
-    already = refused("evaluate", base / "frozen", "--own-denoiser")
-    assert "here all rules run on that of the order: leave it out" in already
-    assert "--bound takes no --own-denoiser" in refused("evaluate", run, "--own-denoiser", "--bound")
-
-
 def test_a_gpu_recipe_on_a_cpu_without_bf16(base, call, tmp_path, monkeypatch):
     """It computes in float32 instead, as fast as this CPU can, and says so."""
     monkeypatch.setattr("unmask.training.expected_time.WORTH_TELLING", 0)

@@ -16,7 +16,7 @@ from typer import Argument, BadParameter, Exit, Option, Typer
 
 import unmask
 from unmask.display import accept_any_character, say
-from unmask.errors import Stopped, UserError, require
+from unmask.errors import Stopped, UserError
 from unmask.files import refuse_link, write_text
 from unmask.recipe import MOST_EXAMPLES, MOST_STEPS, known_recipes, known_studies, listed_recipes, load_recipe
 
@@ -318,14 +318,6 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    own_denoiser: Annotated[
-        bool,
-        Option(
-            "--own-denoiser",
-            help="Of an order that was learned jointly: the rules run on the denoiser that learned along, too, so that "
-            "the order is seen alone.",
-        ),
-    ] = False,
     exact_denoiser: Annotated[
         bool,
         Option(
@@ -400,9 +392,6 @@ def evaluate(
     """
     options: dict[str, Any] = {"examples": examples, "seed": seed, "split": split, "trust_task": trust_task, "cpu": cpu}
     options |= {"denoiser": denoiser, "any_denoiser": any_denoiser}
-    if own_denoiser:
-        require(not bound, "--bound takes no --own-denoiser: it has no rules")
-        options["own_denoiser"] = True
     if exact_denoiser and not bound:
         from unmask.evaluation.plan import exact_folder
 

@@ -18,6 +18,7 @@ from unmask.evaluation.compare import (
     curves,
     gains,
     next_budget,
+    rivals,
     why_not_won,
 )
 from unmask.evaluation.records import COMPARED
@@ -270,6 +271,13 @@ def test_an_order_meets_only_rules_on_the_denoiser_that_it_names():
     one, two = result(budget=1), result(budget=2, denoiser="ba9876543210")
     named = learned(plain_denoiser="ba9876543210")
     assert [c.at_maximum for c in compare([named, one, two])] == [two]
+
+
+def test_an_order_meets_only_rules_on_its_examples():
+    """A task may generate others than it did; records of older versions name none."""
+    rules = [result(budget=budget, examples=name) for budget, name in ((1, "old"), (2, "new"), (3, None))]
+    assert rivals(learned(examples="new"), rules) == rules[1:]
+    assert rivals(learned(examples=None), rules) == rules
 
 
 # --- several seeds ----------------------------------------------------------------------------------------------------

@@ -156,10 +156,13 @@ def test_the_selector_in_half_precision(monkeypatch):
     model, policy = learned_model()
     selector = model.float().selector
     hidden, masked = torch.randn(2, 4, model.denoiser.backbone.config.width), torch.ones(2, 4, dtype=torch.bool)
-    asked = hidden, torch.rand(2, 4, 3), masked, torch.tensor([1, 1]), None, torch.tensor([2, 2]), None
-    half, exact = half_selector(policy).network(*asked), selector(*asked)
+    priced = Selector(dataclasses.replace(selector.config, budget=9, prices=(0.1, 1.0)), hidden.shape[-1])
+    torch.nn.init.normal_(priced.out.weight)
+    t, steps, price = torch.full((2,), 3), torch.full((2,), 5), torch.full((2,), 0.9)
+    asked = hidden, torch.rand(2, 4, 3), masked, t, None, steps, price
+    half, exact = half_selector(Learned(priced)).network(*asked), priced(*asked)
     with torch.autocast("cpu", torch.bfloat16):
-        assert half.equal(selector(*asked))
+        assert half.equal(priced(*asked))
     assert half.dtype == torch.float32
     assert 0 < (half - exact).abs().max() < 0.05
     assert half_selector(TopProbability()) == TopProbability()

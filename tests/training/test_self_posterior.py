@@ -1,8 +1,11 @@
 """The objective with the selector as its own posterior: a naive reference, the start, and what a recipe may ask."""
 
 import copy
+import dataclasses
 import itertools
+import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +21,8 @@ from unmask.models.networks import Selector, SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
 from unmask.recipe import load_recipe
 from unmask.rng import Purpose, uniforms
-from unmask.training.run import train
+from unmask.training.checkpoint import CheckpointError
+from unmask.training.run import _check_same_networks, train
 from unmask.training.self_posterior import SelfObjective
 from unmask.variational.self_posterior import estimate_self
 
@@ -332,6 +336,23 @@ def test_one_token_per_step(tmp_path, posterior):
 def test_what_does_not_go_together(tmp_path, override, message):
     with pytest.raises(UserError, match=message):
         train(recipe_of(tmp_path, *override.split()), tmp_path / "run", cpu=True)
+
+
+def test_the_start_does_not_change_midway(tmp_path):
+    """Its thresholds reach the model; a checkpoint with others is refused, one from before there were any is not."""
+    chosen = ["order.start=paced", "order.least_budget=2", "order.thresholds=[0.9,0.7]"]
+    recipe, usual = recipe_of(tmp_path, *chosen), recipe_of(tmp_path, *chosen[:2])
+    short = dataclasses.replace(recipe, order=dataclasses.replace(recipe.order, updates=1))
+    assert train(short, tmp_path / "run", cpu=True).selector.config.thresholds == (0.9, 0.7)
+    facts = json.loads(recipe.to_json())
+    saved = SimpleNamespace(path="RUN", facts={"recipe": facts})
+    _check_same_networks(saved, "order", recipe)
+    with pytest.raises(CheckpointError, match=r"order.thresholds was \[0.9, 0.7\]"):
+        _check_same_networks(saved, "order", usual)
+    del facts["order"]["thresholds"]
+    _check_same_networks(saved, "order", usual)
+    with pytest.raises(CheckpointError, match="thresholds was"):
+        _check_same_networks(saved, "order", recipe)
 
 
 def test_usual_prices_are_in_the_unit_of_what_it_learns_from(tmp_path):

@@ -128,13 +128,14 @@ def compare(records: Sequence[Record]) -> list[Comparison]:
 
 
 def rivals(learned: Record, records: Iterable[Record]) -> list[Record]:
-    """The heuristics that a learned order can be compared with: on the denoiser that its record names, if it does."""
+    """The heuristics that a learned order can be compared with: on the denoiser and the examples that it names."""
     return [
         record
         for record in records
         if not record.spec.learned
         and record.spec.setting == learned.spec.setting
         and learned.spec.plain_denoiser in (None, record.spec.denoiser)
+        and len({learned.spec.examples, record.spec.examples} - {None}) < 2
     ]
 
 

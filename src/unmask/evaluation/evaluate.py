@@ -215,14 +215,13 @@ class HalfTrunk:
 
 
 class HalfSelector:
-    """A selector that runs in bfloat16 under autocast, as in training with `precision = "bf16"`; its logits are
+    """A selector that runs in bfloat16 under autocast, as in training with `precision = "bf16"`; ours has logits in
     float32.  On a GPU it then leaves padding out too (`Layout.of`)."""
 
     def __init__(self, network: SelectorNetwork) -> None:
-        self.network = network
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.network, name)
+        self.network, self.selection = network, network.selection
+        self.budget, self.prices = network.budget, network.prices
+        self.block_size = getattr(network, "block_size", 0)
 
     def __call__(self, hidden: Tensor, *rest: Any) -> Tensor:
         with torch.autocast(hidden.device.type, torch.bfloat16):

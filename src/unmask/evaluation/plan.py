@@ -78,7 +78,6 @@ def evaluate(
     trust_task: bool = False,
     denoiser: Any = None,
     any_denoiser: bool = False,
-    own_denoiser: bool = False,
     cpu: bool = False,
 ) -> list[Record]:
     """Evaluate policies x budgets: of a run folder, or of a model on a task.
@@ -123,10 +122,6 @@ def evaluate(
                 _refuse_networks(policies, recipe)
         else:
             model, plain, task, recipe = open_run(folder, processes.device, split, trust_task, denoiser, any_denoiser)
-        if own_denoiser:
-            already = "--own-denoiser is for a denoiser that learned along: here all rules run on that of the order"
-            require(recipe.is_joint, f"{already}: leave it out")
-            plain = model
         label, defaults = model_label(recipe), recipe.evaluate
     if bf16 and isinstance(model.denoiser, FrozenDenoiser):
         raise UserError("--bf16: a denoiser of your own is in bfloat16 on a GPU already, else in float32: leave it out")

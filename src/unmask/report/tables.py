@@ -138,9 +138,7 @@ def caption(recipe: Recipe, records: Sequence[Record], own: str = "") -> str:
         elif True in moved:
             told = f"The order was learned on the denoiser {_short(own)}; those on others ran by `--any-denoiser`."
         return f"{told} {tokens}."
-    plain, orders = continued(recipe), [record for record in records if record.spec.learned]
-    if orders and not any(record.spec.joint for record in orders):
-        return f"The order was learned jointly with the denoiser; every rule runs on those very weights. {tokens}."
+    plain = continued(recipe)
     return (
         "The order was learned jointly with the denoiser. The heuristics run on the denoiser as it was before order "
         f"learning, given as many further plain updates: {plain.updates} of {plain.batch} sequences. {tokens}."

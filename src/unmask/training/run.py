@@ -334,7 +334,8 @@ def _check_fits(folder: Path, found: OrderModel, model: OrderModel, names: Seque
 def _check_same_networks(found: Checkpoint, stage: str, recipe: Recipe) -> None:
     """As `_check_fits`, of a checkpoint: heads, for one, change a network and no shape."""
     was, now = flat(found.facts["recipe"]), flat(dataclasses.asdict(recipe))
-    order = [f"order.{name}" for name in ("selection", "prices", "start")]
+    was.setdefault("order.thresholds", OrderRecipe.thresholds)  # of checkpoints from before they could be chosen
+    order = [f"order.{name}" for name in ("selection", "prices", "start", "thresholds")]
     for key in [key for key in now if key.startswith("model.") and key != "model.label"] + order:
         used = stage == "order" or not key.startswith(("model.selector.", "model.scorer.", "order."))
         if used and _plain(was.get(key)) != _plain(now.get(key)):

@@ -43,8 +43,8 @@ class Sudoku(Puzzle):
 
     `puzzles` base puzzles are dug out of random grids, once, and kept in a cache.  In 9 x 9 none of their clues can go:
     singles (a cell with one digit left, a digit with one place left in a unit) would no longer solve them or, where the
-    search dug, one in eight or fewer, they would have several solutions.  They have 20 to 30 clues, on average 24.6.
-    Those of Radcliffe on Kaggle, which Kim et al. probably used, have 19 to 31, most 23 to 26.
+    search dug, one in eight or fewer, they would have several solutions.  They have about 20 to 30 clues,
+    on average 24.6.  Those of Radcliffe on Kaggle, which Kim et al. probably used, have 19 to 31, most 23 to 26.
 
     A training example is a random base puzzle after a random symmetry (digits renamed; bands, stacks, rows and columns
     permuted; transposed), of which a 9 x 9 puzzle has 9! 6^8 2.  `test` and `hard` have the base puzzles as they are:
