@@ -16,6 +16,7 @@ from unmask.evaluation.evaluate import HalfTrunk
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser, Selector, SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
+from unmask.runtime import process_settings
 from unmask.training.self_posterior import SelfObjective
 
 
@@ -65,7 +66,8 @@ def test_the_order_is_timed_in_the_precision_of_the_trunk(half, monkeypatch):
     monkeypatch.setattr(Selector, "run", lambda self, *given: (seen.append(given[0].dtype), run(self, *given))[1])
     denoiser = HalfTrunk(model.denoiser) if half else model.denoiser
     *_, order = throughput.ways(denoiser, denoiser, model.selector, T, [0.9], [0.5], CPU)
-    order.make(order.settings[0], throughput.Mode(2))(EXAMPLES)
+    with process_settings(bf16=half):
+        order.make(order.settings[0], throughput.Mode(2))(EXAMPLES)
     assert set(seen) == {torch.bfloat16 if half else torch.float32}
 
 

@@ -44,6 +44,7 @@ from unmask.evaluation.records import wilson_interval
 from unmask.evaluation.verdicts import VerdictFile
 from unmask.models.networks import Selector
 from unmask.models.order_model import weights_hash
+from unmask.runtime import process_settings
 from unmask.tasks.puzzles.chain import Chain
 from unmask.tasks.puzzles.groups import Groups
 from unmask.tasks.puzzles.latin_square import LatinSquare
@@ -160,9 +161,10 @@ def test_the_selector_in_half_precision(monkeypatch):
     torch.nn.init.normal_(priced.out.weight)
     t, steps, price = torch.full((2,), 3), torch.full((2,), 5), torch.full((2,), 0.9)
     asked = hidden, torch.rand(2, 4, 3), masked, t, None, steps, price
-    half, exact = half_selector(Learned(priced)).network(*asked), priced(*asked)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert half.equal(priced(*asked))
+    with process_settings(bf16=True):
+        half, exact = half_selector(Learned(priced)).network(*asked), priced(*asked)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert half.equal(priced(*asked))
     assert half.dtype == torch.float32
     assert 0 < (half - exact).abs().max() < 0.05
     assert half_selector(TopProbability()) == TopProbability()
