@@ -509,9 +509,9 @@ INTRODUCTION = """# Decoding speed
 GPU and 1.1 to 1.5 times on a CPU. With `compile=True` on a GPU it is 2.4 to 2.5 times as fast in batches, and 2.0 to
 10.2 times at batch 1. Missed: 1.8 on `cpu`, by 0.27 (median of five runs; a step of nothing but the trunk would have
 1.6 to 2.1); and 6 on `h200-wide-one`, where the trunk alone takes 0.7 ms of the sampler's 2.4. The 10.2 of `h200-one`
-is against a sampler that took 8.8 ms per step; in the eager run it took 4.8, and against that it would be 5.6. On a
-CPU the engine is 1.1 to 1.7 times as fast as Fast-dLLM's loop with fixed steps, 2.6 to 5.9 times in batches with its
-threshold, and 1.1 to 1.4 times as fast as dLLM's.
+is against a sampler that took 8.8 ms per step; in the eager run it took 4.8, and against that it would be 5.6. With
+fixed steps on a CPU the engine is 1.07 to 1.69 times as fast as Fast-dLLM's loop and 1.07 to 1.41 times as fast as
+dLLM's, below the bars of 1.1 and 1.8 too; batches with a threshold or a factor end earlier, 1.9 to 6.5 times as fast.
 
 Written by `python benchmarks/decode.py table` from the records in `results/decode/`, which these commands made:
 
@@ -530,10 +530,11 @@ medians of neighbouring pairs.
 
 - **Plain loop**: what LLaDA's and dLLM's samplers do: full [B, L, V] logits, a float32 log-softmax, a top-k per row and
   step. Its random draws cost it nothing. **LLaDA's generate.py**: its authors' sampler on the same weights.
-- **Fast-dLLM's generate.py** (v1) and **dLLM's mdlm.py**: theirs. On Fast-dLLM's, logits are multiplied by 24, so that
-  thresholds are met; `threshold` and `factor` take the passes that they need, and the engine drops finished sequences,
-  which Fast-dLLM does not (batch 1 on `cpu`: 1.28x with the threshold, 1.33x with `top-prob`). `blocks` are with its
-  prefix cache, and ours where eager. These records are of one run each on a busy CPU, in CPU seconds of one thread.
+- **Fast-dLLM's generate.py** (v1, from a fork) and **dLLM's mdlm.py**: their authors' samplers on the same weights. For
+  Fast-dLLM's, logits are multiplied by 24, so that thresholds are met; `threshold` and `factor` take the passes that
+  they need, and the engine drops finished sequences, which Fast-dLLM does not: a gain that depends on the weights.
+  `blocks` are with its prefix cache, and ours where eager. The rows with fixed steps on `cpu-1k` are of a second run;
+  the first had other load.
 - **Trunk**: a denoiser's pass without its projection to the vocabulary. The engine runs the last MLP only where it
   reads.
 - `eager`: both eager. `compiled`: the loop's model under torch.compile, the engine with `compile=True` (on a GPU one
