@@ -585,6 +585,8 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, help="the file with a peer's own loop, to compare with instead")
     arguments = parser.parse_args()
     measured = [name for name in arguments.cases if name in CASES]
+    if arguments.peer and not arguments.peer.is_file():
+        parser.error(f"--peer {arguments.peer}: no such file; give a peer's own, such as LLaDA's generate.py")
     if "check" in arguments.cases:
         check("cuda" if torch.cuda.is_available() else "cpu")
     for name in measured:

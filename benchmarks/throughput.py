@@ -1,4 +1,4 @@
-"""Problems solved per second at no less than the accuracy of one token per step, on one device.
+"""Problems solved per second at no less than the accuracy of one token per step on the dev split, on one device.
 
     python benchmarks/throughput.py RUN --out results/decode/throughput-h200-30m.jsonl       a run with an order
     python benchmarks/throughput.py RUN --dev test --split test --problems 40 --batch 8      a puzzle, on a CPU

@@ -205,6 +205,9 @@ class OrderRecipe(Optimisation):
                 )
             if self.least_budget and not self.prices:
                 object.__setattr__(self, "prices", REWARD_PRICES if self.reward else PRICES)
+            falling = len(self.thresholds) == 2 and 1 > self.thresholds[0] >= self.thresholds[1] > 0
+            wanted = "thresholds must be two between 0 and 1, the higher one first"
+            require(falling, f"{wanted}, got {list(self.thresholds)}")
             if self.start == "iid" and self.thresholds != defaults["thresholds"]:
                 raise UserError("thresholds are those of start = 'threshold' or 'paced': set start, or leave them out")
             if self.least_budget > self.budget:

@@ -329,7 +329,7 @@ def test_one_token_per_step(tmp_path, posterior):
         ("order.temperature=0.0", "set reward, or leave it out"),
         ("order.selector_rate=0.0", "selector_rate is 0: no order would be learned"),
         ("order.scorer_rate=0.1", "scorer_rate has no effect"),
-        ("order.start=threshold", "start = 'threshold' needs prices"),
+        ("order.start=threshold", "start = 'threshold' takes its threshold from the price: set order.least_budget"),
         ("order.start=eb", "start must be iid or threshold or paced, got 'eb'$"),
     ],
 )

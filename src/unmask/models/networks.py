@@ -148,9 +148,7 @@ class SelectorConfig:
         known = self.start in ("iid", "threshold", "paced")
         require(known, f"start must be iid or threshold or paced, got {self.start!r}")
         priced = self.start == "iid" or bool(self.prices)
-        require(priced, f"start = {self.start!r} needs prices, from which its threshold follows: set order.prices")
-        falling = len(self.thresholds) == 2 and 1 > self.thresholds[0] >= self.thresholds[1] > 0
-        require(falling, f"thresholds must be two between 0 and 1, the higher one first, got {list(self.thresholds)}")
+        require(priced, f"start = {self.start!r} takes its threshold from the price: set order.least_budget, such as 2")
         self.shape  # noqa: B018  # checks width and heads
 
     @property
