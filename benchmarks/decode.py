@@ -554,9 +554,9 @@ plain loop are from before both, and `compiled` ones against LLaDA's sampler fro
 `same_tokens` in the records is the share of tokens that agree: all in float64; in float32 all but those that follow two
 scores within 1e-5 of each other (`check` fails otherwise). In compiled bfloat16 a few differ from the plain loop's,
 because torch.compile fuses the two sides differently. Of LLaDA's, all agree in float32; in bfloat16 67 to 72% do, the
-prompts' half included. Of Fast-dLLM's and dLLM's all agree in float64 but for `factor`: where all masks but the last
-clear their bars, Fast-dLLM reveals that one too. In float32 Fast-dLLM's may part from ours at scores within 1e-6. dLLM
-rounds each step's share where we, LLaDA and Fast-dLLM put the remainder first: the same if the steps divide the masks.
+prompts' half included. Of Fast-dLLM's and dLLM's all agree in float32 but for `factor`: where all masks but the last
+clear their bars, Fast-dLLM reveals that one too. dLLM rounds each step's share where we, LLaDA and Fast-dLLM put the
+remainder first: the same if the steps divide the masks.
 """
 
 

@@ -71,6 +71,16 @@ def test_the_order_is_timed_in_the_precision_of_the_trunk(half, monkeypatch):
     assert set(seen) == {torch.bfloat16 if half else torch.float32}
 
 
+def test_what_a_peer_reads_with_its_cache():
+    """Of the last tokens, the rest unchanged, what a whole pass says of them."""
+    denoiser = order_model().denoiser
+    model, tokens = decode.PeerModel(denoiser, CPU, "eager"), torch.tensor([[0, 1, 3, 2, 3, 1], [2, 3, 1, 0, 0, 3]])
+    whole, first = model(tokens).logits, model(tokens, use_cache=True)
+    last = model(tokens[:, 2:], past_key_values=first.past_key_values, use_cache=True)
+    torch.testing.assert_close(first.logits, whole)
+    torch.testing.assert_close(last.logits, whole[:, 2:])
+
+
 def test_operations_are_those_of_the_passes_that_are_run(monkeypatch):
     model, lengths = order_model(), []
     run = model.denoiser.backbone.run
