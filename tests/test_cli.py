@@ -333,6 +333,7 @@ WRONG_OPTIONS = {
     "no option": (["sample", "{run}", "--fancy"], "--fancy"),
     "no argument": (["sample"], "Missing argument"),
     "no --out": (["train", "groups"], "--out"),
+    "no denoiser": (["train", "sudoku-self", "--out", "nowhere"], "an order needs a denoiser: give [denoise], init = "),
     "not a number": (["sample", "{run}", "--num", "few"], "--num"),
 }
 

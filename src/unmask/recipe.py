@@ -293,11 +293,6 @@ class Recipe:
         require(bool(self.denoise or self.order), "nothing to train: give [denoise], [order] or both")
         if self.model.denoiser:
             self._check_frozen()
-        elif not self.denoise and not self.init:
-            raise UserError(
-                "an order needs a denoiser: give [denoise], init = 'the folder of an earlier run', or model.denoiser = "
-                "'the folder of a model of yours'"
-            )
         if self.order and self.order.from_init and (not self.init or self.denoise):
             raise UserError("order.from_init trains an order further: set init to its run, and leave [denoise] out")
         if self.denoise and self.order and self.order.continued:
@@ -306,7 +301,7 @@ class Recipe:
             raise UserError(
                 f"init = {self.init!r} and model.causal = {self.model.causal!r} both say where to start: set one to ''"
             )
-        if not (self.init or self.model.causal or self.model.denoiser) and not self.model.shape_given:
+        if self.denoise and not (self.init or self.model.causal or self.model.shape_given):
             raise UserError("[model] has no shape: give a size such as '34m', or width, layers, heads and intermediate")
 
     def _check_frozen(self) -> None:
@@ -325,6 +320,14 @@ class Recipe:
                 "order.denoiser_rate, such as 1e-4; or both to 0, and it stays as it is"
             )
         require(not order.continued, f"{name} has a baseline of its own: leave order.continued out")
+
+    def check_start(self) -> None:
+        """An order without a denoiser can be shown, not trained."""
+        if not (self.denoise or self.init or self.model.denoiser):
+            raise UserError(
+                "an order needs a denoiser: give [denoise], init = 'the folder of an earlier run', or model.denoiser = "
+                "'the folder of a model of yours'"
+            )
 
     @property
     def own_code(self) -> list[str]:

@@ -497,6 +497,8 @@ def test_a_study_that_makes_no_sense(tmp_path, refused):  # noqa: F811
         path = tmp_path / "study.toml"
         path.write_text(STUDY.replace(old, new, 1))
         assert expected in refused("reproduce", path, "--out", tmp_path / "runs")
+    path.write_text('[[train]]\nname = "order"\nrecipe = "sudoku-self"\n')
+    assert "an order needs a denoiser" in refused("reproduce", path, "--out", tmp_path / "runs", "--dry-run")
 
 
 def test_orders_that_would_be_taken_for_seeds_of_one_are_refused(study, tmp_path, call, refused):  # noqa: F811

@@ -223,6 +223,7 @@ class Reproduction:
         found: dict[tuple[object, ...], str] = {}
         for name, run in self.runs.items():
             recipe, baseline = run.recipe, run.training.baseline
+            recipe.check_start()
             if recipe.order is not None:
                 model = recipe.model.label or (recipe.init, recipe.model.causal, recipe.model.size)
                 other = found.setdefault((model, recipe.order.budget, run.recipe.is_joint, recipe.seed), name)

@@ -75,6 +75,7 @@ def train(
     on_update: called before every update.  Raises Stopped when SIGTERM came and the run was saved.
     """
     out, frozen = Path(out), recipe.model.denoiser
+    recipe.check_start()
     for name in recipe.trackers:  # Accelerate passes over one that is not installed without a word
         require(find_spec(name) is not None, f"trackers: {name} is not installed; pip install {name}, or leave it out")
     if recipe.init and not Path(recipe.init).exists():  # told before the task is built, which may take minutes
