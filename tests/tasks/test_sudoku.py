@@ -345,7 +345,7 @@ def test_symmetries_keep_the_kind(text):
 
 def test_a_file_with_and_without_solutions(tmp_path):
     file = tmp_path / "puzzles.csv"
-    file.write_text(f"{PUZZLE.replace('.', '0')},{SOLUTION}\n\n{GUESSED}\n")
+    file.write_text(f"quizzes,solutions\n{PUZZLE.replace('.', '0')},{SOLUTION}\n\n{GUESSED}\n")
     task = Sudoku(file=str(file), cache=str(tmp_path), held_out="hard")
     assert task.test_examples == 1
     assert sum(map(len, task._base.values())) == 2
@@ -383,7 +383,8 @@ def test_a_file_without_a_held_out_puzzle_is_refused_before_training(tmp_path):
     task = Sudoku(file=str(file), cache=str(tmp_path))
     assert len(task._base["train"]) == 1
     for split in ("test", "hard"):
-        said = f"no puzzle is left for {split}: give more puzzles{', or choose held_out test' * (split == 'hard')}"
+        kind = "need guesses, or choose held_out test" if split == "hard" else "need no guesses"
+        said = f"no puzzle is left for {split}: give more that {kind}"
         for use in (Sudoku.check, lambda task: examples_of(task, None, 10)):
             with pytest.raises(UserError, match=rf"\Atask sudoku: {said}\Z"):
                 use(task.on_split(split))
@@ -405,5 +406,12 @@ def test_wrong_options(tmp_path):
         Sudoku(file=str(tmp_path / "nowhere.txt"), cache=str(tmp_path)).examples(torch.arange(1), "test")
     file = tmp_path / "one.txt"
     file.write_text(GUESSED)
-    with pytest.raises(UserError, match="no puzzle is left for train"):
+    with pytest.raises(UserError, match=r"no puzzle is left for train: give more that need no guesses\Z"):
         Sudoku(file=str(file), cache=str(tmp_path)).examples(torch.arange(1), "train")
+    for empty in ("", "quizzes,solutions\n\n"):
+        file.write_text(empty)
+        with pytest.raises(UserError, match=r"one\.txt has no puzzles: give one per line, 81 cells each\Z"):
+            Sudoku(file=str(file), cache=str(tmp_path)).check()
+    file.write_text("......2..3..1..4")
+    with pytest.raises(UserError, match=r"no puzzle is left for test: give more that have 5 clues or more\Z"):
+        Sudoku(box=2, file=str(file), cache=str(tmp_path)).check()

@@ -55,7 +55,7 @@ class Sudoku(Puzzle):
     box: int = 3
     puzzles: int = 8000
     clues: int = 0  # or more, where no other can go; 0: as few as can be in 9 x 9, uniform from 4 to 8 in 4 x 4
-    file: str = ""  # base puzzles of your own: one per line, 0 or . for blanks, then the solution if you like
+    file: str = ""  # base puzzles of your own: one per line (or CSV), 0 or . for blanks, then the solution if you like
     held_out: str = "test"
     cache: str = ""  # a folder for the base puzzles; "": unmask/sudoku in the user's cache
 
@@ -96,7 +96,8 @@ class Sudoku(Puzzle):
 
     def _rows(self, split: str) -> Tensor:
         """[P, L]: the base puzzles of a split, of which there must be some."""
-        mend = "give more puzzles" if self.file else "set puzzles higher"
+        hard, easy = ("need guesses", "need no guesses") if self.box == 3 else ("have 4 clues", "have 5 clues or more")
+        mend = f"give more that {hard if split == 'hard' else easy}" if self.file else "set puzzles higher"
         other = ", or choose held_out test" if split == "hard" else ""
         require(len(self._base[split]) > 0, f"task {self.name}: no puzzle is left for {split}: {mend}{other}")
         return self._base[split]
@@ -192,7 +193,7 @@ class Sudoku(Puzzle):
         form = re.compile(rf"([0.{digits}]{{{cells}}})(?:[\s,;]+([{digits}]{{{cells}}}))?")
         with Path(self.file).expanduser().open(encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(watched(list(lines), "puzzles"), start=1):
-                if not line.strip():
+                if not line.strip() or (number == 1 and not re.search(r"[\d.]", line)):  # a header
                     continue
                 where, read = f"task {self.name}: {self.file}, line {number}", form.fullmatch(line.strip())
                 if read is None:
@@ -209,7 +210,8 @@ class Sudoku(Puzzle):
                 pairs = zip(puzzle, grids[0], strict=True)
                 signed.append([-digit - 1 if clue is None else digit + 1 for clue, digit in pairs])
                 guessed.append(guesses > 0)
-        return torch.tensor(signed, dtype=torch.int8).view(-1, cells), torch.tensor(guessed, dtype=torch.bool)
+        require(bool(signed), f"task {self.name}: {self.file} has no puzzles: give one per line, {cells} cells each")
+        return torch.tensor(signed, dtype=torch.int8), torch.tensor(guessed, dtype=torch.bool)
 
 
 def _kinds(box: int, signed: Tensor) -> Tensor:
