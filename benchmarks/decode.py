@@ -587,6 +587,9 @@ def main() -> None:
     measured = [name for name in arguments.cases if name in CASES]
     if arguments.peer and not arguments.peer.is_file():
         parser.error(f"--peer {arguments.peer}: no such file; give a peer's own, such as LLaDA's generate.py")
+    rules = PEERS[open_peer(arguments.peer)[0]] if arguments.peer else RULES
+    if unknown := [rule for rule in arguments.policy if rule not in rules]:
+        parser.error(f"--policy {unknown[0]}: give one of {', '.join(rules)}")
     if "check" in arguments.cases:
         check("cuda" if torch.cuda.is_available() else "cpu")
     for name in measured:

@@ -296,3 +296,17 @@ def test_a_peer_is_known_by_its_file_and_runs_on_the_same_model(path, text, name
     with torch.no_grad():
         theirs = decode.peer_loop(peer, denoiser, policy, case, prompts, "eager")()
     assert theirs.tolist() == ours.tokens.tolist()
+
+
+def test_a_rule_that_is_not_measured_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "also_of_llada.py").write_text(LLADA)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    peer = ["--peer", str(tmp_path / "also_of_llada.py")]
+    for words, said in (
+        (["margin"], "margin: give one of top-prob, iid, learned"),
+        (["iid", *peer], "iid: give one of top-prob"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["decode.py", "cpu", "--policy", *words])
+        with pytest.raises(SystemExit):
+            decode.main()
+        assert f"--policy {said}\n" in capsys.readouterr().err
