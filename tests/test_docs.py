@@ -169,6 +169,17 @@ def test_every_file_that_the_documentation_names_exists():
         assert (ROOT / "src" / "unmask" / name).exists(), f"notation.md names {name}"
 
 
+def test_the_puzzles_of_the_readme_are_those_of_their_table():
+    """Learned, and the best rules for each seed at equal steps; other comparisons stand beside them."""
+    table = (ROOT / "results" / "puzzles" / "tables.md").read_text()
+    rows = re.findall(r"^\| ([\w-]+)-self \|.*\*\*([\d.]+) \[.*\| ([\d.]+) \[[^|]*\|[^|]*\|$", table, flags=re.M)
+    assert len(rows) == 6
+    for name, *scores in rows:
+        line = re.search(rf"^\| `{name}`,.*$", PAGES["README"], flags=re.M)[0]
+        shown = {float(share) for share in re.findall(r"([\d.]+)%", line)}
+        assert {round(100 * float(score), 1) for score in scores} <= shown, line
+
+
 def test_the_docs_stay_short():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) < 12_000
