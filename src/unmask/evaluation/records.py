@@ -43,7 +43,7 @@ class EvaluationSpec:
     seed: int = field(metadata=_compared("seed"))  # of the sampling
     num_examples: int = field(metadata=_compared("examples"))
     split: str = field(metadata=_compared("split"))
-    precision: str = field(metadata=_compared("precision"))  # bf16: trunk and selector under autocast
+    precision: str = field(metadata=_compared("precision"))  # bf16: autocast of the trunk, newer: the selector too
     trained_seed: int | None = field(metadata={"label": "order of seed"})  # of the learning; null for heuristics
     selector: str | None  # the selector's form; null for heuristics
     selector_weights: str | None  # their hash; null for heuristics and in records from before they were noted
