@@ -57,6 +57,7 @@ class SelectorRecipe(ScorerRecipe):
     width: int = 0  # 0: a quarter of the denoiser's, at least 32
     layers: int = 1
     reads: Literal["auto", "hidden", "logits"] = "auto"  # logits: the confidences alone; auto: hidden, if there are any
+    drawn: bool = False  # it also reads the token that was drawn at each mask; needs order.reward
 
 
 _SHAPE = ("width", "layers", "heads", "intermediate")
@@ -295,6 +296,11 @@ class Recipe:
             self._check_frozen()
         if self.order and self.order.from_init and (not self.init or self.denoise):
             raise UserError("order.from_init trains an order further: set init to its run, and leave [denoise] out")
+        if self.model.selector.drawn and not (self.order and self.order.reward and self.order.temperature):
+            raise UserError(
+                "model.selector.drawn reads the tokens that are drawn for a reward: set order.reward = true and "
+                "order.temperature above 0, or leave it out"
+            )
         if self.denoise and self.order and self.order.continued:
             raise UserError("order.continued starts where the order does: leave [denoise] out, and set init")
         if self.init and self.model.causal:

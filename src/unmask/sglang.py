@@ -29,6 +29,7 @@ class Unmask(DllmAlgorithm):
         given = config.algorithm_config
         self.network = load_selector(given["run"])
         require(self.network.read_hidden is None, "SGLang gives logits alone: set model.selector.reads = 'logits'")
+        require(not self.network.drawn, "SGLang writes greedily: train without model.selector.drawn")
         self.policy = Learned(self.network, price=given.get("price", 0.0), deterministic=True)
         self.steps = given.get("max_steps", self.network.budget)
 

@@ -172,6 +172,38 @@ def by_confidence(at_most, revealed, masked):
     return dict.fromkeys(masked, 0.0) | {n: at_most * math.exp(-p) / total for n, p in revealed.items()}
 
 
+def pull(drawn, log_p):
+    """What `SeesDrawn` adds to a logit, from the tokens drawn [..., N] and log p of them: each position sees all."""
+    return 1.5 * log_p + 0.8 * drawn - 0.6 * drawn.sum(-1, keepdim=True)
+
+
+class SeesDrawn(TabularSelector):
+    """A selector that reads the tokens that were drawn, too."""
+
+    drawn = True
+
+    def __call__(self, hidden, confidences, masked, t, attention_mask, max_steps, price, drawn):
+        logits = super().__call__(hidden, confidences[..., :3], masked, t, attention_mask, max_steps, price)
+        return logits + pull(drawn, confidences[..., 3])
+
+
+def drawn_law(x, i, S, at_reveal):
+    """Proposals first: which positions are revealed depends on them, and what is not is drawn anew at the next step."""
+    mu, masked, law = MU[row_of(x)], masks_of(x), defaultdict(float)
+    for tokens in product(range(V), repeat=len(masked)):
+        proposal = dict(zip(masked, tokens, strict=True))
+        drawn = torch.tensor([float(proposal.get(n, x[n])) for n in range(N)])
+        log_p = torch.tensor([math.log(mu[n][proposal[n]]) if n in proposal else 0.0 for n in range(N)])
+        shift = pull(drawn, log_p).tolist()
+        chosen_law = product_law({n: sigmoid(s + shift[n]) for n, s in selector_logits(x, i, S).items()})
+        nothing = chosen_law.pop(frozenset())
+        for chosen, probability in chosen_law.items():
+            reveals = tuple((n, proposal[n]) for n in masked if n in chosen)
+            weight = math.prod(mu[n][proposal[n]] for n in masked)
+            law[reveals, NEVER, 0] += weight * probability / (1 - nothing)
+    return law
+
+
 def p2_law(x, i, S, at_reveal):
     """Proposals first: which positions are doubted depends on them."""
     mu, masked, law = MU[row_of(x)], masks_of(x), defaultdict(float)
@@ -253,6 +285,11 @@ def test_tokens_steps_and_revisions_follow_the_enumerated_law(name, law, S):
 
 def test_the_bernoulli_selector_follows_the_enumerated_law():
     follows(PROMPTS[1], Learned(TabularSelector(PSI, Bernoulli())), bernoulli_law(1.0), T)
+
+
+def test_a_selector_that_sees_the_drawn_tokens_follows_the_enumerated_law():
+    for prompt in PROMPTS:
+        follows(prompt, Learned(SeesDrawn(PSI, NonEmpty())), drawn_law, T)
 
 
 def follows(prompt, policy, law, S):

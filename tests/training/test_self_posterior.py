@@ -16,13 +16,14 @@ from unmask.decoding.generate import generate
 from unmask.decoding.policies import Learned, OneAtATime, Threshold
 from unmask.decoding.tokens import TokenChoice
 from unmask.errors import UserError
+from unmask.evaluation.bound import evaluate_bound
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Selector, SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
 from unmask.recipe import load_recipe
 from unmask.rng import Purpose, uniforms
 from unmask.training.checkpoint import CheckpointError
-from unmask.training.run import _check_same_networks, train
+from unmask.training.run import _check_same_networks, load_task, train
 from unmask.training.self_posterior import SelfObjective
 from unmask.variational.self_posterior import estimate_self
 
@@ -66,11 +67,19 @@ def naive(model, tokens, response, name, trajectory, budget, price, writes=False
             break
         hidden = model.denoiser.hidden(torch.where(masked, 3, tokens)[None])
         log_p = model.denoiser.logits(hidden).log_softmax(-1)
-        said = torch.where(masked[..., None], features(confidence(log_p)), 0.0)
-        t, total = torch.tensor([budget - 1 - index]), torch.tensor([budget])
-        asked = (hidden, said, masked[None], t, None, total, torch.tensor([price], dtype=torch.float64))
-        logits, by_rule = model.selector(*asked), rule(*asked)
         position = torch.tensor([*range(len(tokens)), 2**31])
+        chosen = log_p[0].argmax(-1)
+        if temperature:
+            u = uniforms(SEED, Purpose.TOKEN, name, index, position[:-1], dtype=torch.float64)
+            chosen = TokenChoice(temperature).sample(log_p[0], u)
+        stats, drawn = confidence(log_p), None
+        if model.selector.drawn:
+            stats["log_proposal"] = log_p.gather(-1, chosen[None, :, None])[..., 0]
+            drawn = torch.where(masked, chosen, tokens)[None]
+        said = torch.where(masked[..., None], features(stats), 0.0)
+        t, total = torch.tensor([budget - 1 - index]), torch.tensor([budget])
+        asked = (hidden, said, masked[None], t, None, total, torch.tensor([price], dtype=torch.float64), drawn)
+        logits, by_rule = model.selector(*asked), rule(*asked)
         draws = uniforms(SEED, Purpose.TRAJECTORY, name, trajectory, index, position, dtype=torch.float64)
         reveal = masked.clone()
         if t > 0:
@@ -81,10 +90,6 @@ def naive(model, tokens, response, name, trajectory, budget, price, writes=False
         expected = float((model.selection.marginal(logits, masked[None])[0] * log_mu).sum()) if t > 0 else 0.0
         rows.append((float(log_mu[reveal].sum()), expected, float(decided), float(decided - ruled)))
         if writes:
-            chosen = log_p[0].argmax(-1)
-            if temperature:
-                u = uniforms(SEED, Purpose.TOKEN, name, index, position[:-1], dtype=torch.float64)
-                chosen = TokenChoice(temperature).sample(log_p[0], u)
             tokens = torch.where(reveal, chosen, tokens)
         masked = masked & ~reveal
     return rows, tokens
@@ -138,16 +143,17 @@ def prices_of(u):
 
 
 @pytest.mark.parametrize(
-    ("writes", "start", "temperature"),
+    ("writes", "start", "temperature", "drawn"),
     [
-        *((False, start, 0.0) for start in ("iid", "threshold", "paced")),
-        *((True, "iid", temperature) for temperature in (0.0, 1.0)),
+        *((False, start, 0.0, 0) for start in ("iid", "threshold", "paced")),
+        *((True, "iid", temperature, 0) for temperature in (0.0, 1.0)),
+        (True, "threshold", 1.0, 4),
     ],
 )
-def test_every_trajectory_is_that_of_the_sequence_alone(writes, start, temperature):
+def test_every_trajectory_is_that_of_the_sequence_alone(writes, start, temperature, drawn):
     """Whatever the padding; gains, decisions and tokens, with budgets and prices of their own."""
     model, budget, price = (
-        model_of(start=start),
+        model_of(start=start, drawn=drawn),
         torch.tensor([4, 2, 3]),
         torch.tensor([0.1, 1.0, 3.0], dtype=torch.float64),
     )
@@ -242,16 +248,17 @@ def test_at_the_start_it_is_a_threshold():
 
 
 @pytest.mark.parametrize("thresholds", [(0.995, 0.6), (0.5, 0.5)])
-@pytest.mark.parametrize("paced", [False, True])
-def test_read_greedily_at_the_start_it_is_the_rule(paced, thresholds):
+@pytest.mark.parametrize(("paced", "drawn"), [(False, 0), (True, 0), (False, 4), (True, 4)])
+def test_read_greedily_at_the_start_it_is_the_rule(paced, drawn, thresholds):
     """Token by token, also where no confidence reaches the threshold, and with fewer or more steps than T."""
-    model = model_of(start="paced" if paced else "threshold", thresholds=thresholds)
+    model = model_of(start="paced" if paced else "threshold", thresholds=thresholds, drawn=drawn)
+    sampled = {"confidence": "sampled"} if drawn else {}
     start, canvas = as_it_starts(model), torch.full((40, 8), 3)
     canvas[:, 0] = torch.arange(40) % 3
     for (price, c), steps in itertools.product(zip(PRICES, thresholds, strict=True), (BUDGET, 3, 2, 6, 8)):
         ours, rule = (
-            generate(model.denoiser, canvas, policy=policy, max_steps=steps, temperature=0.0, seed=0)
-            for policy in (Learned(start, price=price, deterministic=True), Threshold(c, paced=paced))
+            generate(model.denoiser, canvas, policy=policy, max_steps=steps, temperature=float(drawn > 0), seed=0)
+            for policy in (Learned(start, price=price, deterministic=True), Threshold(c, paced=paced, **sampled))
         )
         assert ours.reveal_step.tolist() == rule.reveal_step.tolist()
         assert ours.tokens.tolist() == rule.tokens.tolist()
@@ -279,8 +286,8 @@ def recipe_of(tmp_path, *overrides):
     return load_recipe(str(tmp_path / "tiny.toml"), ["order.posterior=selector", *overrides])
 
 
-@pytest.mark.parametrize("reads", ["hidden", "logits"])
-def test_a_run_with_it(tmp_path, reads):
+@pytest.mark.parametrize(("reads", "drawn"), [("hidden", False), ("logits", False), ("hidden", True)])
+def test_a_run_with_it(tmp_path, reads, drawn):
     """Trained, saved, loaded, and generating at another number of steps and at a price."""
     options = (
         "order.prices=[0.1, 2.0]",
@@ -289,14 +296,23 @@ def test_a_run_with_it(tmp_path, reads):
         "order.spread=2.0",
         "order.reward=true",
     )
-    recipe = recipe_of(tmp_path, *options, "order.reference_weight=0.1", f"model.selector.reads={reads}")
+    options += (
+        "order.reference_weight=0.1",
+        f"model.selector.reads={reads}",
+        f"model.selector.drawn={str(drawn).lower()}",
+    )
+    recipe = recipe_of(tmp_path, *options)
     train(recipe, tmp_path / "run", cpu=True)
     model = OrderModel.from_pretrained(tmp_path / "run")
     assert model.scorer is None
     assert (model.selector.read_hidden is None) == (reads == "logits")
+    assert model.selector.config.drawn == (model.config.vocab_size + 1 if drawn else 0)
     assert model.selector.prices == (0.1, 2.0)
     recorded = [line for line in json_lines(tmp_path / "run" / "metrics.jsonl") if line.get("stage") == "order"]
     assert {"reward", "q_steps", "value", "reference_kl"} <= recorded[-1].keys()
+    if drawn:
+        with pytest.raises(UserError, match=r"looks at the tokens that are drawn .*, so it has no bound$"):
+            evaluate_bound(model, model, load_task(tmp_path / "run")[1], 4, 2, seed=0)
     Learned(model.selector, price=0.5).check(7, torch.tensor([4]))
     with pytest.warns(UserWarning, match=r"price 5 is outside the range that was trained, 0.1 to 2"):
         Learned(model.selector, price=5.0).check(7, torch.tensor([4]))
@@ -327,6 +343,8 @@ def test_one_token_per_step(tmp_path, posterior):
         ("order.thresholds=[0.9,0.8]", "set start, or leave them out$"),
         ("order.start=paced order.least_budget=2 order.thresholds=[0.8,0.9]", "thresholds must be two between 0 and 1"),
         ("order.temperature=0.0", "set reward, or leave it out"),
+        ("model.selector.drawn=true", "set order.reward = true and order.temperature above 0, or leave it out$"),
+        ("model.selector.drawn=true order.reward=true order.temperature=0.0", "drawn for a reward"),
         ("order.selector_rate=0.0", "selector_rate is 0: no order would be learned"),
         ("order.scorer_rate=0.1", "scorer_rate has no effect"),
         ("order.start=threshold", "start = 'threshold' takes its threshold from the price: set order.least_budget"),

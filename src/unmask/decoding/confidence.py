@@ -24,11 +24,16 @@ class Confidence(TypedDict, total=False):
 
 
 FEATURES = frozenset({"log_top", "margin", "entropy"})  # what the selector reads
+DRAWN = frozenset({"log_proposal"})  # and what else, if it looks at the token that was drawn
+LEAST_LOG_P = -16.0  # of a drawn token, for the selector
 
 
 def features(stats: Confidence) -> Tensor:
-    """[..., 3]: top probability, margin, entropy."""
-    return torch.stack([stats["log_top"].exp(), stats["margin"], stats["entropy"]], dim=-1)
+    """[..., 3]: top probability, margin, entropy.  [..., 4]: and log p of the token that was drawn, if it is given."""
+    told = [stats["log_top"].exp(), stats["margin"], stats["entropy"]]
+    if "log_proposal" in stats:
+        told.append(stats["log_proposal"].clamp(min=LEAST_LOG_P))
+    return torch.stack(told, dim=-1)
 
 
 def largest(logits: Tensor, size: int = 256) -> tuple[Tensor, Tensor]:

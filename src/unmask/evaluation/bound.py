@@ -111,6 +111,8 @@ def evaluate_bound(
     selector = model.selector
     if selector is None:
         raise UserError("this run has no learned order, so it has no order bound: train one with an [order] section")
+    if selector.drawn:
+        raise UserError("the order looks at the tokens that are drawn (model.selector.drawn), so it has no bound")
     if examples < 2:
         raise UserError(f"a bound with its standard error needs at least 2 examples, got {examples}")
     check_examples(task, examples)

@@ -221,7 +221,7 @@ class HalfSelector:
     def __init__(self, network: SelectorNetwork) -> None:
         self.network, self.selection = network, network.selection
         self.budget, self.prices = network.budget, network.prices
-        self.block_size = getattr(network, "block_size", 0)
+        self.block_size, self.drawn = getattr(network, "block_size", 0), getattr(network, "drawn", False)
 
     def __call__(self, hidden: Tensor, *rest: Any) -> Tensor:
         with torch.autocast(hidden.device.type, torch.bfloat16):

@@ -120,6 +120,8 @@ class SelectorConfig:
     """A narrow transformer on the denoiser's hidden states, trained for a budget of T steps.
 
     `reads`: "logits" leaves the hidden states out, for denoisers and engines that give none.
+    `drawn` > 0: it also reads the token that was drawn at each mask, and how probable it is: what does not fit together
+    waits, and is drawn anew.
     `prices`: it reads the price of a step, was trained for this range of it, and with budgets drawn up to T.
     `start`: the rule that it is before it has learned anything (`Selector`).
 
@@ -137,6 +139,7 @@ class SelectorConfig:
     thresholds: tuple[float, ...] = (0.995, 0.6)  # of the start: c* at the lowest and at the highest price
     spread: float = 0.0  # standard deviation of f at the start
     reads: Literal["hidden", "logits"] = "hidden"
+    drawn: int = 0  # the number of token ids; 0: it does not look at them
     block_size: int = 0  # of a block-causal denoiser: T is the budget of a block, and it sees what the denoiser sees
 
     def __post_init__(self) -> None:
@@ -167,7 +170,8 @@ class Selector(nn.Module):
 
     c* falls from the first of `thresholds` at the lowest price to the second at the highest, its log-odds linearly in
     log lambda.  c_(k) is the k-th largest c of the M masks on offer, k = ceil(M / (t + 1)), which ends in time at an
-    even pace; of equal ones the leftmost count as larger.
+    even pace; of equal ones the leftmost count as larger.  c is the top probability; of a selector that reads the drawn
+    tokens, theirs (`confidence=sampled`).
     With a `spread` f has that standard deviation at first: where all positions look alike, f = 0 is a saddle.
     The log-odds of the top probability c tell 0.999 from 0.9999, which are the same number in bfloat16.
     """
@@ -175,7 +179,7 @@ class Selector(nn.Module):
     TIME_FEATURES = 4
     BETA = 2.0
     TIE = 1e-3  # by which what is not due lies below what is, where both have the same c
-    READ = 5  # top probability, margin, entropy; the log-odds of the first; masked or not
+    READ = 5  # top probability, margin, entropy; the log-odds of the first; masked or not.  And log p of what was drawn
     NEAREST_TO_ONE = 1e-6  # beyond, log-odds end
 
     def __init__(self, config: SelectorConfig, denoiser_width: int, selection: Selection | None = None) -> None:
@@ -185,13 +189,16 @@ class Selector(nn.Module):
         D = config.width
         self.shape = shape = config.shape
         self.read_hidden = nn.Linear(denoiser_width, D) if config.reads == "hidden" else None
-        self.read_confidences = nn.Linear(self.READ, D)
+        self.read_confidences = nn.Linear(self.READ + bool(config.drawn), D)
+        self.read_drawn = nn.Embedding(config.drawn, D) if config.drawn else None
         time_features = self.TIME_FEATURES + bool(config.prices)
         self.read_time = nn.Sequential(nn.Linear(time_features, D), nn.SiLU(), nn.Linear(D, D))
         self.positions = nn.Embedding(config.positions, D) if config.positions else None
         self.blocks = nn.ModuleList(Block(shape) for _ in range(config.layers))
         self.norm = RMSNorm(D)
         self.out = nn.Linear(D, 1)
+        if self.read_drawn is not None:
+            nn.init.normal_(self.read_drawn.weight, std=small_init(D))
         nn.init.normal_(self.out.weight, std=config.spread / D**0.5)
         nn.init.zeros_(self.out.bias)
 
@@ -204,18 +211,23 @@ class Selector(nn.Module):
         return self.config.prices
 
     @property
+    def drawn(self) -> bool:
+        return self.config.drawn > 0
+
+    @property
     def block_size(self) -> int:
         return self.config.block_size
 
     def forward(
         self,
         hidden: Tensor,  # [B, L, denoiser width]; not looked at where it reads logits
-        confidences: Tensor,  # [B, L, 3]: top probability, margin, entropy in nats; 0 where not masked
+        confidences: Tensor,  # [B, L, 3 or 4]: see `features`; 0 where not masked
         masked: Tensor,  # [B, L] bool
         t: Tensor,  # [B], t >= 1 matters; at t = 0 everything is revealed and nobody asks
         attention_mask: Tensor | Layout | None = None,  # [B, L] bool
         max_steps: Tensor | None = None,  # [B]; None: T
         price: Tensor | None = None,  # [B]; None: the lowest
+        drawn: Tensor | None = None,  # [B, L]: tokens, those drawn where masked; where it reads them
     ) -> Tensor:
         """Logits s [B, L]."""
         if self.read_hidden is None:
@@ -242,21 +254,26 @@ class Selector(nn.Module):
             words.append(torch.full_like(t, self.prices[0]) if price is None else price.clamp(*self.prices).to(t.dtype))
         asked = torch.stack(words, dim=-1)[:, None].expand(*masked.shape, -1)  # [B, L, 2 or 3]
         seen = layout.take(torch.cat([full_precision(confidences), masked[..., None], asked], dim=-1))
-        f = layout.put(self.run(layout.take(hidden).to(dtype), seen, layout.positions, layout.attend))
+        tokens = None if drawn is None else layout.take(drawn)
+        f = layout.put(self.run(layout.take(hidden).to(dtype), seen, layout.positions, layout.attend, tokens))
         return f + self.start_logits(confidences, masked, left if self.config.start == "paced" else t, price)
 
-    def run(self, hidden: Tensor, seen: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def run(
+        self, hidden: Tensor, seen: Tensor, positions: Tensor, attend: Attend, drawn: Tensor | None = None
+    ) -> Tensor:
         """f, which is all that is worth compiling: one number per place from what is known there.
 
-        seen [..., 6 or 7]: three confidences, masked or not, t, T and the price.
+        seen [..., 6 to 8]: three confidences or four, masked or not, t, T and the price.
         """
-        confidences, masked, t, total, price = seen.split([3, 1, 1, 1, len(self.prices) // 2], dim=-1)
-        log_odds = self._log_odds(confidences, masked > 0)
+        confidences, masked, t, total, price = seen.split([3 + self.drawn, 1, 1, 1, len(self.prices) // 2], dim=-1)
+        log_odds = self._log_odds(confidences[..., :1], masked > 0)
         read = torch.cat([confidences, log_odds, masked], dim=-1)
         time = torch.cat([t / total, 1 / t, t.log(), total.log(), price.log()], dim=-1)
         x = self.read_confidences(read.to(hidden.dtype))
         x = x if self.read_hidden is None else self.read_hidden(hidden) + x
         x = x + self.read_time(time.to(hidden.dtype))
+        if self.read_drawn is not None:
+            x = x + self.read_drawn(drawn).to(x.dtype)
         if self.positions is not None:
             x = x + self.positions(positions).to(x.dtype)
         rotary = rotary_angles(positions, self.shape)
@@ -274,7 +291,8 @@ class Selector(nn.Module):
         low, high = (math.log(end) for end in self.prices)
         first, last = (math.log(c / (1 - c)) for c in self.config.thresholds)
         bar = first + (last - first) * (price.log() - low) / (high - low)  # [B]: logit c*
-        above = self._log_odds(confidences, masked[..., None])[..., 0] - bar[:, None]
+        c = confidences[..., 3:].exp() if self.drawn else confidences[..., :1]
+        above = self._log_odds(c, masked[..., None])[..., 0] - bar[:, None]
         if self.config.start == "paced":
             k = torch.ceil(masked.sum(-1) / (t + 1)).long().clamp(min=1)[:, None]
             ranked, order = torch.where(masked, above, -math.inf).sort(dim=-1, descending=True, stable=True)
@@ -284,9 +302,9 @@ class Selector(nn.Module):
             above = torch.where(due | (short == 0), paced, paced.clamp(max=-self.TIE))
         return self.BETA * above
 
-    def _log_odds(self, confidences: Tensor, masked: Tensor) -> Tensor:
-        """logit c [..., 1] from confidences [..., 3] and masked [..., 1] bool; 0 where not masked."""
-        return torch.where(masked, torch.logit(confidences[..., :1], eps=self.NEAREST_TO_ONE), 0.0)
+    def _log_odds(self, c: Tensor, masked: Tensor) -> Tensor:
+        """logit c of the same shape; 0 where not masked."""
+        return torch.where(masked, torch.logit(c, eps=self.NEAREST_TO_ONE), 0.0)
 
 
 class OrderScorer(nn.Module):

@@ -107,7 +107,8 @@ def _on_frozen(recipe: Recipe, task: Task, denoiser: Any) -> OrderModel:
     all_written = bool((examples.response == examples.attention_mask).all())  # then all positions look alike at first
     with prefixed("model"):
         positions = task.length if all_written else 0
-        selector = _selector(recipe.model.selector, order, frozen.width, positions, frozen.block_size)
+        num_tokens = max(frozen.vocab_size or len(task.vocabulary), frozen.mask_token_id + 1)
+        selector = _selector(recipe.model.selector, order, num_tokens, frozen.width, positions, frozen.block_size)
         config = OrderModelConfig(len(task.vocabulary), place, selector=selector, selection=order.selection)
     model = OrderModel(config, task.text_tokenizer or word_level_tokenizer(task.vocabulary), frozen)
     check_context(model, task, "set task.length, or give a model with a longer one")
@@ -219,6 +220,7 @@ def _with_order(plain: OrderModel, networks: ModelRecipe, order: OrderRecipe) ->
             selector=_selector(
                 networks.selector,
                 order,
+                plain.config.vocab_size + 1,
                 trunk.width,
                 trunk.max_length if trunk.absolute_positions else 0,
                 trunk.block_size,
@@ -247,8 +249,9 @@ def _with_order(plain: OrderModel, networks: ModelRecipe, order: OrderRecipe) ->
 
 
 def _selector(
-    recipe: SelectorRecipe, order: OrderRecipe, denoiser_width: int, positions: int = 0, block_size: int = 0
+    recipe: SelectorRecipe, order: OrderRecipe, num_tokens: int, denoiser_width: int, positions: int, block_size: int
 ) -> SelectorConfig:
+    """num_tokens: ids that the denoiser knows, the mask's included."""
     whole = "a reward judges a whole answer, and the order of a block-causal model is learned one block at a time"
     require(not (order.reward and block_size), f"order.reward: {whole}: set it to false")
     return SelectorConfig(
@@ -261,6 +264,7 @@ def _selector(
         start=order.start,
         thresholds=order.thresholds,
         spread=order.spread,
+        drawn=num_tokens if recipe.drawn else 0,
         reads="logits" if recipe.reads == "logits" or not denoiser_width else "hidden",
         block_size=block_size,
     )

@@ -35,7 +35,7 @@ def compiled_networks(owner: nn.Module, replay: bool = True) -> Iterator[None]:
                 for block in module.blocks:
                     block.forward = torch.compile(block.forward, dynamic=True)
             elif isinstance(module, Backbone | Selector):
-                module.run = torch.compile(module.run, dynamic=True)  # type: ignore[method-assign, assignment]
+                module.run = torch.compile(module.run, dynamic=True)  # type: ignore[method-assign]
         for module in modules:
             if isinstance(module, Denoiser) and replay:
                 module.backbone.run = Replayed(module.backbone.run)  # type: ignore[method-assign]

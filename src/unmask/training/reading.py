@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from unmask.decoding.blocks import block_causal, block_numbers
-from unmask.decoding.confidence import confidence, features, log_probabilities
+from unmask.decoding.confidence import DRAWN, FEATURES, confidence, features, log_probabilities
 from unmask.models.frozen import FrozenDenoiser
 from unmask.models.networks import Denoiser
 from unmask.models.packing import Layout, places, scatter, stream_dtype
@@ -106,6 +106,7 @@ def read_denoiser(
     return Reading(hidden, at, tokens.flatten()[at], denoiser.logits(hidden.flatten(0, 1)[at]))
 
 
-def selector_features(logits: Tensor) -> Tensor:
-    """[M, 3]: what the selector reads of the logits [M, V]."""
-    return features(confidence(log_probabilities(logits)))
+def selector_features(logits: Tensor, drawn: Tensor | None = None) -> Tensor:
+    """[M, 3]: what the selector reads of the logits [M, V].  [M, 4]: and of the tokens drawn [M]."""
+    wanted = FEATURES if drawn is None else FEATURES | DRAWN
+    return features(confidence(log_probabilities(logits), wanted, proposal=drawn))

@@ -194,21 +194,22 @@ class SelfObjective(nn.Module):
         examples, layout = with_layout(examples, model.selector)
         with torch.no_grad():
             reading = read_denoiser(model.denoiser, tokens, masked, layout, num_masked)
-            log_mu, seen = self.read(reading.logits, reading.truth)
+            chosen = reading.truth
+            if self.checker is not None:
+                chosen = reading.logits.argmax(-1)
+                if self.choice.temperature > 0:
+                    u = uniforms(self.seed, Purpose.TOKEN, ids[:, None], index, examples.position, dtype=torch.float64)
+                    chosen = self.choice.sample(reading.logits, u.flatten()[reading.at])
+            log_mu, seen = self.read(reading.logits, reading.truth, chosen if model.selector.drawn else None)
         proposed = tokens
         if self.checker is not None:
-            log_mu = 0 * log_mu
-            chosen = reading.logits.argmax(-1)
-            if self.choice.temperature > 0:
-                u = uniforms(self.seed, Purpose.TOKEN, ids[:, None], index, examples.position, dtype=torch.float64)
-                chosen = self.choice.sample(reading.logits.detach(), u.flatten()[reading.at])
-            proposed = reading.spread(chosen)
+            log_mu, proposed = 0 * log_mu, torch.where(masked, reading.spread(chosen), tokens)
         seen, t = reading.spread(seen), budget - 1 - index
         # Where it reads no hidden states, none are kept: they may be logits.
         hidden = reading.hidden.detach() if model.selector.read_hidden is not None else seen.new_empty(*masked.shape, 0)
         logits = checkpoint(
-            model.selector, hidden, seen, masked, t, layout, budget, price, use_reentrant=False,
-            preserve_rng_state=False,
+            model.selector, hidden, seen, masked, t, layout, budget, price, proposed if model.selector.drawn else None,
+            use_reentrant=False, preserve_rng_state=False,
         )  # fmt: skip
         rule = model.selector.start_logits(seen, masked, t, price) if self.reference_weight else logits
         return reading.spread(log_mu), proposed, logits, rule
@@ -220,9 +221,9 @@ class SelfObjective(nn.Module):
         return self.checker.valid(tokens.flatten(0, 1).cpu(), examples.rows(rows).to("cpu")).view(len(examples), -1)
 
 
-def _read(logits: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
-    """log mu of the true tokens [M], and what the selector reads of the logits [M, V]: [M, 3]."""
-    return log_likelihood(logits, truth), selector_features(logits.detach())
+def _read(logits: Tensor, truth: Tensor, drawn: Tensor | None) -> tuple[Tensor, Tensor]:
+    """log mu of the true tokens [M], and what the selector reads of the logits [M, V]: [M, 3 or 4]."""
+    return log_likelihood(logits, truth), selector_features(logits, drawn)
 
 
 def _decide(

@@ -6,12 +6,12 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from unmask.decoding.confidence import FEATURES, Confidence, features
+from unmask.decoding.confidence import DRAWN, FEATURES, Confidence, features
 from unmask.decoding.schedules import CountKind, reveal_count
 from unmask.errors import UserError, require
 from unmask.variational.selection import Selection
@@ -160,7 +160,11 @@ class Policy:
 
 
 class SelectorNetwork(Protocol):
-    """Logits [b, L] from the denoiser's hidden states and confidences [b, L, 3] at time t [b]."""
+    """Logits [b, L] from the denoiser's hidden states and confidences [b, L, 3] at time t [b].
+
+    With an attribute `drawn` that is true, confidences are [b, L, 4] (`features`), and the last argument is the tokens
+    [b, L], those that were drawn where masked.
+    """
 
     selection: Selection  # its form: `bernoulli` or `nonempty`
 
@@ -182,6 +186,7 @@ class SelectorNetwork(Protocol):
         max_steps: Tensor,
         price: Tensor | None,
         /,
+        *drawn: Tensor,
     ) -> Tensor: ...
 
 
@@ -190,8 +195,11 @@ class NetworkPolicy(Policy):
 
     network: SelectorNetwork
     price: float = 0.0  # of a step; 0: the lowest that the network was trained for
-    reads = FEATURES
     reads_hidden = True
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return FEATURES | DRAWN if getattr(self.network, "drawn", False) else FEATURES
 
     def check(self, max_steps: int, num_response: Tensor) -> None:
         T, prices = self.network.budget, self.network.prices
@@ -210,10 +218,12 @@ class NetworkPolicy(Policy):
 
     def logits(self, step: Step) -> Tensor:
         """[b, L] at t = S - 1 - i."""
-        stats = torch.where(step.masked[..., None], features(step.stats), 0.0)
+        read = cast(Confidence, {name: step.stats[name] for name in self.reads})  # type: ignore[literal-required]
+        stats = torch.where(step.masked[..., None], features(read), 0.0)
         t = step.max_steps - 1 - step.index
         price = torch.full_like(stats[:, 0, 0], self.price) if self.price else None
-        return self.network(step.hidden, stats, step.masked, t, step.attention_mask, step.max_steps, price)
+        drawn = [step.proposal] if self.reads >= DRAWN else []
+        return self.network(step.hidden, stats, step.masked, t, step.attention_mask, step.max_steps, price, *drawn)
 
 
 def fields_of(rule: type[Policy]) -> list[Field[Any]]:
