@@ -49,6 +49,11 @@ def finish(page):
     playwright.expect(page.locator("#verdict")).to_contain_text(" wrote ")
 
 
+def race(page):
+    page.click("#write")
+    finish(page)
+
+
 def tokens(page, lane=0):
     return page.locator(".lane").nth(lane).locator(".token").all_inner_texts()
 
@@ -61,8 +66,7 @@ def assert_accessible(page):
 def test_two_rules_race(browser, address, request):
     with opened(browser, address) as page:
         ready(page)
-        page.click("#write")
-        finish(page)
+        race(page)
         assert page.locator(".lane h2").all_inner_texts() == ["learned", "top-prob"]
         assert re.fullmatch(
             r"learned wrote a (right|wrong) answer in \d steps?; top-prob wrote a (right|wrong) answer in \d steps?\.",
@@ -164,8 +168,7 @@ def test_an_order_for_two_steps_races_a_rule_with_more(browser, address):
         ready(page)
         page.select_option("#model", "puzzle")
         page.fill("#steps", "4")
-        page.click("#write")
-        finish(page)
+        race(page)
         assert [text.split("at most ")[1] for text in page.locator(".of").all_inner_texts()] == ["2,", "4,"]
 
 
@@ -189,8 +192,7 @@ def test_a_text_of_ones_own_is_text(browser, address):
         page.check("#own")
         page.fill("#prompt", "<script>x()")
         page.fill("#second", "")
-        page.click("#write")
-        finish(page)
+        race(page)
         assert page.inner_text("#question") == "<script>x()"
         assert page.is_visible("#ends")
         assert page.locator(".lane").count() == 1
@@ -221,8 +223,7 @@ def test_what_goes_wrong_is_told(browser, address, models):
         page.fill("#token", "secret")
         page.keyboard.press("Enter")
         ready(page)
-        page.click("#write")
-        finish(page)
+        race(page)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -232,8 +233,7 @@ def test_a_narrow_page(browser, address, scheme, path):
     with opened(browser, address + path, **narrow) as page:
         if path == "/":
             ready(page)
-            page.click("#write")
-            finish(page)
+            race(page)
         else:
             page.wait_for_selector("section.call >> nth=5")
             assert "Bearer TOKEN" in page.locator("#about code").inner_text()
