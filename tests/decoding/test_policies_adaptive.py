@@ -11,6 +11,7 @@ import torch
 
 from tests.decoding.steps import (
     MASK,
+    SCORES,
     CountingDenoiser,
     best,
     case_of,
@@ -37,7 +38,6 @@ from unmask.decoding.policies import (
     Margin,
     Prophet,
     Threshold,
-    TopProbability,
 )
 
 CASES = [random_case(seed) for seed in range(10, 13)]
@@ -151,14 +151,6 @@ def test_factor_s_bar_is_as_precise_as_c():
 # --- entropy-bounded --------------------------------------------------------------------------------------------------
 
 
-ORDERS = {
-    "top-prob": (TopProbability(), lambda row, n: row.c(n)),
-    "top-prob sampled": (TopProbability(confidence="sampled"), lambda row, n: row.c(n, "sampled")),
-    "margin": (Margin(), lambda row, n: row.margin(n)),
-    "entropy": (Entropy(), lambda row, n: -row.entropy(n)),
-}
-
-
 def slow_eb(row, gamma, score):
     order = ordered(lambda n: score(row, n), row.masked)
     for size in range(len(order), 1, -1):  # from the longest prefix down
@@ -171,7 +163,7 @@ def slow_eb(row, gamma, score):
 
 
 def test_entropy_bounded():
-    for order, score in ORDERS.values():
+    for order, score in SCORES.values():
         for gamma in (0.0, 0.7, 2.0):
             for case in CASES:
                 for row, chosen in zip(case.rows, reveals(EntropyBounded(gamma, order=order), case), strict=True):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tests.decoding.small import MASK, POLICIES, PROMPTS, Recorded, V, all_results, prompts_for, small_denoiser
+from tests.decoding.small import DENOISER, MASK, POLICIES, PROMPTS, Recorded, V, all_results, prompts_for
 from tests.decoding.test_cache import network
 from unmask.decoding import stepper
 from unmask.decoding.generate import generate
@@ -14,8 +14,6 @@ from unmask.decoding.policies import Blocks, Decision, Margin, Policy, parse_pol
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser
 from unmask.rng import Purpose, uniforms
-
-DENOISER = small_denoiser()
 
 
 def in_blocks(prompt, row, size, S, seed, score):
