@@ -8,15 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.decoding.small import (
-    DENOISER,
-    MASK,
-    Recorded,
-    TabularDenoiser,
-    V,
-    all_results,
-    prompts_for,
-)
+from tests.decoding.small import DENOISER, MASK, Recorded, TabularDenoiser, V, all_results, prompts_for
 from tests.statistics import assert_follows
 from unmask.decoding.generate import Engine, generate
 from unmask.decoding.tokens import TokenChoice

@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.decoding.small import (
-    DENOISER,
-    MASK,
-    NONEMPTY,
-    POLICIES,
-    ReadsFirst,
-    Recorded,
-    all_results,
-    small_selector,
-)
+from tests.decoding.small import DENOISER, MASK, NONEMPTY, POLICIES, ReadsFirst, Recorded, all_results, small_selector
 from unmask.decoding.generate import Engine, generate
 from unmask.decoding.policies import (
     IID,

@@ -25,16 +25,7 @@ from tests.decoding.steps import (
 )
 from tests.statistics import assert_follows
 from unmask.decoding.generate import generate
-from unmask.decoding.policies import (
-    Blocks,
-    Entropy,
-    LeftToRight,
-    Margin,
-    PCSampler,
-    Random,
-    Stochastic,
-    TopProbability,
-)
+from unmask.decoding.policies import Blocks, Entropy, LeftToRight, Margin, PCSampler, Random, Stochastic, TopProbability
 from unmask.decoding.policies.rule import highest
 
 CASES = [random_case(seed) for seed in range(2)]

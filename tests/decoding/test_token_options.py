@@ -8,17 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.decoding.small import (
-    DENOISER,
-    MASK,
-    POLICIES,
-    PROMPTS,
-    Recorded,
-    V,
-    all_results,
-    prompts_for,
-    results,
-)
+from tests.decoding.small import DENOISER, MASK, POLICIES, PROMPTS, Recorded, V, all_results, prompts_for, results
 from tests.decoding.steps import best, counting_denoiser
 from unmask.decoding.generate import Engine, generate
 from unmask.decoding.tokens import TokenChoice

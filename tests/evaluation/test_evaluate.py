@@ -32,14 +32,7 @@ from unmask.errors import UserError
 from unmask.evaluation import bound as bounds
 from unmask.evaluation import evaluate as evaluation
 from unmask.evaluation.bound import evaluate_bound
-from unmask.evaluation.evaluate import (
-    HalfTrunk,
-    Setup,
-    device_name,
-    evaluate_policy,
-    half_selector,
-    revision,
-)
+from unmask.evaluation.evaluate import HalfTrunk, Setup, device_name, evaluate_policy, half_selector, revision
 from unmask.evaluation.records import wilson_interval
 from unmask.evaluation.verdicts import VerdictFile
 from unmask.models.networks import Selector

@@ -9,12 +9,7 @@ from transformers import BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadMode
 
 from tests.training.small import TINY_RECIPE
 from unmask.evaluation import perplexity
-from unmask.evaluation.perplexity import (
-    Reader,
-    _log_likelihoods,
-    evaluate_perplexity,
-    read_perplexities,
-)
+from unmask.evaluation.perplexity import Reader, _log_likelihoods, evaluate_perplexity, read_perplexities
 from unmask.models.importers.pretrained import Causal
 from unmask.tasks.diversity import distinct, entropy
 from unmask.tasks.text.text import Text, byte_tokenizer
