@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.decoding.small import DENOISER, MASK, POLICIES, PROMPTS, Recorded, V, all_results, prompts_for, results
-from tests.decoding.steps import best, counting_denoiser
+from tests.decoding.steps import best, blocks_of, counting_denoiser
 from unmask.decoding.generate import Engine, generate
 from unmask.decoding.tokens import TokenChoice
 from unmask.errors import UserError
@@ -146,9 +146,7 @@ def test_a_processor_gets_each_position_s_sequence_and_scores(policy):
 def eos_last_by_hand(denoiser, response, blocks, S, eos, choose):
     """Reveal steps in blocks, EOS only where nothing else is left: {n: step}."""
     masked, when, i = set(response), {}, 0
-    size = math.ceil(len(response) / blocks)
-    for block in range(blocks):
-        inside, steps = response[block * size : (block + 1) * size], S // blocks + (block < S % blocks)
+    for inside, steps in blocks_of(response, math.ceil(len(response) / blocks), S):
         for own in range(steps):
             left = sorted(masked & set(inside))
             if not left:
