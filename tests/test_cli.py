@@ -81,6 +81,10 @@ def test_a_recipe_for_a_gpu_runs_on_the_cpu_and_warns(base, call, tmp_path, monk
     assert "GPU" not in call("train", base / "tiny.toml", "--out", tmp_path / "plain", "--cpu")[2]
 
 
+def full(self, *args, **kwargs):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
 def test_a_full_gpu(base, refused, tmp_path, monkeypatch):
     """One line: which micro-batch to try, and that the run goes on."""
     for stage, options, expected in [
@@ -89,9 +93,6 @@ def test_a_full_gpu(base, refused, tmp_path, monkeypatch):
         ("order", ["order.accumulate=4"], "out of GPU memory with one sequence at a time: use a smaller model"),
     ]:
         objective = {"denoise": "DenoiseObjective", "order": "OrderObjective"}[stage]
-
-        def full(self, *args, **kwargs):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
         sets = [word for option in options for word in ("--set", option)]
         with monkeypatch.context() as patched:
@@ -119,9 +120,6 @@ def test_a_gpu_recipe_on_a_cpu_without_bf16(base, call, tmp_path, monkeypatch):
 
 
 def test_a_full_gpu_in_evaluation(refused, run, monkeypatch):
-    def full(self, *args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
     monkeypatch.setattr(Engine, "generate", full)
     assert "out of GPU memory: try --cpu" in refused("evaluate", run, "--again")
 
@@ -939,35 +937,21 @@ def test_sample_says_whether_it_is_valid(ok, run):
 
 
 def test_sample_trace_prints_every_step(ok, run):
-    text = ok("sample", run, "--trace", "--num", "5", "--policy", "top-prob", "--steps", "4")
-    lines = text.splitlines()[1:]
-    assert len(lines) == 5 * (4 + 1), "four steps and the result"
-    for sequence in range(5):
-        *steps, result = lines[5 * sequence : 5 * sequence + 5]
-        assert [int(line.split()[0]) for line in steps] == [1, 2, 3, 4]
-        assert [line.count("·") for line in steps] == [3, 2, 1, 0]
-        assert result.split()[0] == "="
-        assert result.split()[1:5] == steps[-1].split()[1:]
-        for earlier, later in pairwise(steps):
-            for was, now in zip(earlier.split()[1:], later.split()[1:], strict=True):
-                assert was in ("·", now), "what is revealed stays"
-
-
-def test_sample_trace_shows_what_is_masked_again(ok, run):
-    """p2 takes back what it wrote: the real canvases, with as many dots as its schedule leaves masked."""
-    text = ok("sample", run, "--trace", "--num", "20", "--policy", "p2", "--steps", "4")
-    lines, again = text.splitlines()[1:], 0
-    assert len(lines) == 20 * (4 + 1)
-    for sequence in range(20):
-        *steps, result = (line.split() for line in lines[5 * sequence : 5 * sequence + 5])
-        assert [step[0] for step in steps] == ["1", "2", "3", "4"]
-        assert [step.count("·") for step in steps] == [3, 2, 1, 0]
-        assert result[:5] == ["=", *steps[-1][1:]]
-        for earlier, later in pairwise(steps):
-            for was, now in zip(earlier[1:], later[1:], strict=True):
-                assert was in ("·", now) or now == "·", "exchanged only by way of the mask"
-                again += was != "·" and now == "·"
-    assert again > 0
+    """The real canvases, with as many dots as the schedule leaves masked; p2 takes back what it wrote."""
+    for rule, remasks in (("top-prob", False), ("p2", True)):
+        text = ok("sample", run, "--trace", "--num", "20", "--policy", rule, "--steps", "4")
+        lines, again = text.splitlines()[1:], 0
+        assert len(lines) == 20 * (4 + 1), "four steps and the result"
+        for sequence in range(20):
+            *steps, result = (line.split() for line in lines[5 * sequence : 5 * sequence + 5])
+            assert [step[0] for step in steps] == ["1", "2", "3", "4"]
+            assert [step.count("·") for step in steps] == [3, 2, 1, 0]
+            assert result[:5] == ["=", *steps[-1][1:]]
+            for earlier, later in pairwise(steps):
+                for was, now in zip(earlier[1:], later[1:], strict=True):
+                    assert was in ("·", now) or now == "·", "exchanged only by way of the mask"
+                    again += was != "·" and now == "·"
+        assert (again > 0) == remasks
 
 
 def test_sample_watch_off_a_terminal_is_plain_lines(call, run):

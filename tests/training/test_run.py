@@ -508,9 +508,8 @@ def test_a_recipe_that_fails_costs_nobody_a_run(base, tmp_path):
     folder = finished(base, tmp_path)
     before = contents(folder)
     for override in ("task.symbols=1", "model.heads=3", "model.selector.width=7", "init=nowhere"):
-        with pytest.raises(ValueError, match=r"\w") as caught:
+        with pytest.raises(UserError):
             train(recipe(base, override), folder, force=True, cpu=True)
-        str(caught.value)
         assert contents(folder) == before
 
 
@@ -579,7 +578,7 @@ def test_a_recipe_that_cannot_be_used_says_why(base, tmp_path, spoil, said):
     """And never advises to train again, which could cost the run."""
     folder = finished(base, tmp_path)
     spoil(folder / "recipe.json")
-    with pytest.raises((RunFolderError, UserError)) as caught:
+    with pytest.raises(UserError) as caught:
         load_run(folder, trust_task=True)
     assert said in str(caught.value)
     assert "again" not in str(caught.value) or "same command again" in str(caught.value)
@@ -588,18 +587,23 @@ def test_a_recipe_that_cannot_be_used_says_why(base, tmp_path, spoil, said):
 # --- a loss that is not finite ----------------------------------------------------------------------------------------
 
 
-def test_the_state_before_is_what_is_resumed(base, tmp_path, monkeypatch):
-    """Though checkpoints were written while updates were skipped."""
-    original, calls = run_module.DenoiseObjective.forward, []
+def not_finite_from(patch, cls, first):
+    """The loss of an objective, from its call number `first` on."""
+    original, calls = cls.forward, []
 
     def forward(self, *arguments):
         calls.append(0)
         outcome = original(self, *arguments)
-        return outcome._replace(loss=outcome.loss * float("nan")) if len(calls) >= 3 else outcome
+        return outcome._replace(loss=outcome.loss * math.nan) if len(calls) >= first else outcome
 
+    patch.setattr(cls, "forward", forward)
+
+
+def test_the_state_before_is_what_is_resumed(base, tmp_path, monkeypatch):
+    """Though checkpoints were written while updates were skipped."""
     folder, often = tmp_path / "run", ["denoise.updates=12", "denoise.max_bad=5", "saving.every_updates=1"]
     with monkeypatch.context() as patch:
-        patch.setattr(run_module.DenoiseObjective, "forward", forward)
+        not_finite_from(patch, run_module.DenoiseObjective, 3)
         with pytest.raises(NonFiniteError, match="the state before update 2 is saved"):
             train(recipe(base, *often), folder, cpu=True)
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["denoise-00000002"]
@@ -610,17 +614,9 @@ def test_the_state_before_is_what_is_resumed(base, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("bad_stage", "objective"), [("denoise", "DenoiseObjective"), ("order", "OrderObjective")])
 def test_a_loss_that_is_not_finite_saves_the_state_before(base, tmp_path, monkeypatch, bad_stage, objective):
     """And the run goes on from there to where it would have come without, once the cause is mended."""
-    cls = getattr(run_module, objective)
-    original, calls = cls.forward, []
-
-    def forward(self, *arguments):
-        calls.append(0)
-        outcome = original(self, *arguments)
-        return outcome._replace(loss=outcome.loss * float("nan")) if len(calls) >= 2 else outcome
-
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(cls, "forward", forward)
+        not_finite_from(patch, getattr(run_module, objective), 2)
         with pytest.raises(NonFiniteError) as caught:
             train(recipe(base, *JOINT, f"{bad_stage}.max_bad=2"), folder, cpu=True)
     message = str(caught.value)
@@ -675,9 +671,8 @@ def test_a_folder_that_is_gone_does_not_come_back_with_a_model_alone(base, tmp_p
     folder, original = tmp_path / "run", getattr(run_module, when)
     with monkeypatch.context() as patch:
         patch.setattr(run_module, when, lambda *rest: (shutil.rmtree(folder), original(*rest)))
-        with pytest.raises(RunFolderError) as caught:
+        with pytest.raises(RunFolderError, match="the same command"):
             train(recipe(base), folder, cpu=True)
-    assert "the same command" in str(caught.value)
     assert not folder.exists()
 
 
