@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.training.small import FixedTask, padded, small_model
+from tests.training.test_self_posterior import model_of
 from unmask.decoding.generate import Engine
 from unmask.decoding.policies import parse_policy
 from unmask.decoding.tokens import TokenChoice
 from unmask.evaluation.evaluate import HalfTrunk
 from unmask.models.backbone import BackboneConfig
-from unmask.models.networks import Denoiser, Selector, SelectorConfig
-from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
+from unmask.models.networks import Denoiser, Selector
 from unmask.runtime import process_settings
 from unmask.training.self_posterior import SelfObjective
 
@@ -48,13 +48,7 @@ def test_operations_by_hand():
 
 
 def order_model():
-    shape = BackboneConfig(width=16, layers=1, heads=2, intermediate=16, max_length=8)
-    selector = SelectorConfig(8, 1, 2, T, prices=(0.1, 3.0))
-    model = OrderModel(OrderModelConfig(3, shape, selector=selector), word_level_tokenizer(["a", "b", "c"])).double()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.5, generator=generator)
+    model = model_of()
     model.denoiser.requires_grad_(False)
     return model
 

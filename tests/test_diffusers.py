@@ -1,15 +1,16 @@
 """The scheduler in the real pipeline of LLaDA2, with a small random model: it writes what `unmask.generate` writes."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import unmask
+from tests import test_sglang
+from tests.test_sglang import MASK, V
 from unmask.errors import UserError
-from unmask.models.backbone import BackboneConfig
-from unmask.models.networks import SelectorConfig
-from unmask.models.order_model import OrderModel, OrderModelConfig, load_selector, word_level_tokenizer
+from unmask.models.order_model import load_selector
 
 pytest.importorskip("diffusers", reason="pip install 'unmask[diffusers]'")
 
@@ -17,18 +18,8 @@ from diffusers import LLaDA2Pipeline
 
 from unmask.diffusers import UnmaskScheduler
 
-V = MASK = 12
 PROMPTS = torch.tensor([[3, 1, 4], [1, 5, 9]])
-
-
-def random_model(reads="logits"):
-    torch.manual_seed(0)
-    selector = SelectorConfig(8, 1, 2, budget=6, prices=(0.1, 3.0), spread=1.0, reads=reads)
-    config = OrderModelConfig(V, BackboneConfig(16, 2, 2, 32, max_length=32), selector=selector)
-    model = OrderModel(config, word_level_tokenizer([str(token) for token in range(V)])).eval()
-    for parameter in model.denoiser.parameters():
-        torch.nn.init.normal_(parameter, std=0.6)
-    return model
+random_model = partial(test_sglang.random_model, budget=6, spread=1.0)
 
 
 class Model(torch.nn.Module):

@@ -10,7 +10,7 @@ import torch
 from typer.main import get_command
 
 import unmask
-from unmask.cli import UsageError, app, main
+from unmask.cli import UsageError, app
 
 ROOT = Path(__file__).parents[1]
 PAGES = {page.stem: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
@@ -24,7 +24,7 @@ COMMANDS = [  # the lines of the blocks without a language
 ]
 
 
-def test_a_task_of_your_own(tmp_path, monkeypatch, capsys):
+def test_a_task_of_your_own(tmp_path, monkeypatch, ok):
     """The tutorial's task, from a file in the current folder, through its commands on a tiny recipe."""
     (tmp_path / "palindromes.py").write_text(BLOCKS["tutorial"][0])
     monkeypatch.chdir(tmp_path)
@@ -36,9 +36,7 @@ def test_a_task_of_your_own(tmp_path, monkeypatch, capsys):
     commands[0] += " --set denoise.updates=2 --set order.updates=2"
     commands[1] += " --examples 20"
     for command in commands:
-        with pytest.raises(SystemExit) as done:
-            main(command.split())
-        assert not done.value.code, capsys.readouterr().err
+        ok(*command.split())
     assert "palindromes" in (tmp_path / "runs" / "palindromes" / "report.html").read_text()
     assert len(BLOCKS["tutorial"][0].strip().splitlines()) <= 45
 
@@ -113,7 +111,7 @@ def test_a_causal_language_model_as_its_page_shows_it(tmp_path, monkeypatch):
     assert model.tokenizer.encode("2 + 2 = [MASK]").ids[-1] == model.denoiser.mask_token_id
 
 
-def test_your_model_as_its_page_shows_it(tmp_path, monkeypatch, capsys):
+def test_your_model_as_its_page_shows_it(tmp_path, monkeypatch, ok):
     """The file, the six commands with fewer updates, and a function for a model."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -125,10 +123,7 @@ def test_your_model_as_its_page_shows_it(tmp_path, monkeypatch, capsys):
         name = command.split()[0]
         words = [*shlex.split(command), *few.get(name, "").split()]
         words += ["--set", "denoise.updates=1"] if command.startswith("train text") else []
-        with pytest.raises(SystemExit) as done:
-            main(words)
-        assert not done.value.code, capsys.readouterr().err
-        text = capsys.readouterr().out
+        text = ok(*words)
         assert {"evaluate": "bits/char", "sample": "12+7=", "train": "next: unmask evaluate"}[name] in text
     shown = {"my_function": lambda tokens, attention_mask: torch.zeros(*tokens.shape, 258)}
     exec(BLOCKS["your-model"][1], shown)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_bad_input import call
+from tests.commands import exit_code
 from tests.training.small import TINY_RECIPE
 from unmask import files
 from unmask.errors import UserError
@@ -33,7 +33,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     (folder / "tiny.toml").write_text(TINY_RECIPE)
     train(load_recipe(folder / "tiny.toml"), folder / "run", cpu=True)
-    assert call("evaluate", folder / "run", "--cpu", "--policy", "iid", "--steps", "2") == 0
+    assert exit_code("evaluate", folder / "run", "--cpu", "--policy", "iid", "--steps", "2") == 0
     return folder
 
 
@@ -57,36 +57,35 @@ def somebody_elses(request, finished, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["sample", "evaluate", "report"])
-def test_the_task_of_a_run_is_imported_only_if_trusted(somebody_elses, capsys, command):
+def test_the_task_of_a_run_is_imported_only_if_trusted(somebody_elses, ok, refused, command):
     arguments = [command, ".", *(["--cpu", "--policy", "iid", "--steps", "2"] if command == "evaluate" else [])]
-    assert call(*arguments) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
+    said = refused(*arguments)
     assert all(part in said for part in ("helper_task:Helper'", str(somebody_elses), "--trust-task"))
     assert not Path("imported").exists()
     assert "" not in sys.path, "nothing else is looked for in the current folder"
-    assert call(*arguments, "--trust-task") == 0
+    ok(*arguments, "--trust-task")
     assert Path("imported").exists()
 
 
-def test_a_run_that_is_resumed_imports_only_what_the_user_names(somebody_elses, capsys):
+def test_a_run_that_is_resumed_imports_only_what_the_user_names(somebody_elses, call):
     Path("checkpoints").mkdir()
-    assert call("train", "tiny.toml", "--out", ".", "--cpu") == 2
-    assert "was begun with another recipe: task.name = 'groups'" in capsys.readouterr().err
+    code, _, err = call("train", "tiny.toml", "--out", ".", "--cpu")
+    assert code == 2
+    assert "was begun with another recipe: task.name = 'groups'" in err
     assert not Path("imported").exists()
 
 
-def test_a_rule_of_a_run_is_imported_only_if_trusted(somebody_elses, capsys):
+def test_a_rule_of_a_run_is_imported_only_if_trusted(somebody_elses, call, refused):
     values = json.loads(Path("recipe.json").read_text())
     name, values["task"]["name"] = values["task"]["name"], "groups"
     values["evaluate"]["policies"] = [f"blocks(2,{name}(1))"]
     files.write_listed(Path(), "recipe.json", json.dumps(values))
-    assert call("evaluate", ".", "--cpu") == 2
-    said = capsys.readouterr().err
+    said = refused("evaluate", ".", "--cpu")
     assert all(part in said for part in ("helper_task:Helper'", str(somebody_elses), "--trust-task"))
     assert not Path("imported").exists()
-    assert call("evaluate", ".", "--cpu", "--trust-task") == 2
-    assert "must be a dataclass derived from unmask.policies.Policy" in capsys.readouterr().err
+    code, _, err = call("evaluate", ".", "--cpu", "--trust-task")
+    assert code == 2
+    assert "must be a dataclass derived from unmask.policies.Policy" in err
     assert Path("imported").exists()
     with pytest.raises(UserError, match="cannot teach"):
         parse_teacher(f"{name}(0.9)")

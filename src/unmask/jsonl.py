@@ -84,6 +84,16 @@ def read_jsonl(path: Path, kind: type[T]) -> list[T]:
     return items
 
 
+def read_sealed(path: Path, kind: type[T], command: str) -> T | None:
+    """The dataclass in a file of one line, or None where there is no file; `command` writes it."""
+    if not path.exists():
+        return None
+    try:
+        return build(kind, unsealed(path.read_text(encoding="utf-8")))
+    except ValueError:
+        raise ResultsError(f"{path} is damaged or from another version: run `{command}` again") from None
+
+
 def _whole(line: str) -> bool:
     """Whether the end of a file, which has no newline, is a line all the same."""
     try:

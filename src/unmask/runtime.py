@@ -66,9 +66,7 @@ def process_settings(*, threads: int = 0, bf16: bool = False) -> Iterator[None]:
     try:
         if threads:
             torch.set_num_threads(threads)
-        if (
-            bf16
-        ):  # let torch give up oneDNN now if it will: midway, a resumed run would be without it from another place
+        if bf16:  # let torch give up oneDNN now if it will: midway, a resumed run would lose it at another place
             square = torch.ones(64, 64, dtype=torch.bfloat16, device="cpu")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -28,6 +28,9 @@ def small_denoiser(seed: int = 0) -> Denoiser:
     return denoiser
 
 
+DENOISER = small_denoiser()
+
+
 def small_selector(budget: int, selection: Selection | None = None, seed: int = 1) -> Selector:
     """Every weight is random, the last layer's too: at zero it would be the IID rule whatever it reads."""
     torch.manual_seed(seed)
@@ -137,7 +140,6 @@ class TabularSelector:
 BUILT_IN = {key: rule for key, rule in RULES.items() if rule.__module__.startswith("unmask.")}  # tests define others
 ENDS_EARLY = ("joint-threshold", "saber", "wino")  # though it masks again or edits
 BACKGROUND = torch.tensor([2.0**-n for n in range(V)], dtype=torch.float64) / 2
-BUDGETS = (1, 3, 6, 13)  # the last is longer than every response below
 NONEMPTY = ReadsFirst(small_selector(13, NonEmpty()))
 BERNOULLI = ReadsFirst(small_selector(13, Bernoulli()))
 POLICIES: dict[str, Policy] = {

@@ -10,12 +10,13 @@ import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from unmask.decoding.confidence import Confidence
-from unmask.decoding.policies import Policy, Step
+from unmask.decoding.policies import Entropy, Margin, Policy, Step, TopProbability
 
 PARTS = 23  # a prime above 2 L: no c equals a bar such as 1 - 1/(r + 1) but for its rounding
 V = 4
@@ -71,6 +72,14 @@ class Row:
         return self.weights[n][token] / self.parts
 
 
+SCORES = {  # the orders that rules may follow, and what ranks a position
+    "top-prob": (TopProbability(), lambda row, n: row.c(n)),  # c, not log c
+    "top-prob sampled": (TopProbability(confidence="sampled"), lambda row, n: row.c(n, "sampled")),
+    "margin": (Margin(), lambda row, n: row.margin(n)),
+    "entropy": (Entropy(), lambda row, n: -row.entropy(n)),
+}
+
+
 @dataclass
 class Case:
     """The same rows for the rule and for the slow reading."""
@@ -109,6 +118,19 @@ def blocks_of(response: Sequence[int], size: int, S: int) -> list[tuple[list[int
 
 def log(x: float) -> float:
     return math.log(x) if x > 0 else -math.inf
+
+
+def sigmoid(s: float) -> float:
+    return 1 / (1 + math.exp(-s))
+
+
+def product_law(p: dict[int, float]) -> dict[frozenset[int], float]:
+    """{set of positions: probability} for independent reveals with probabilities p {position: probability}."""
+    law = {}
+    for choice in product((False, True), repeat=len(p)):
+        chosen = frozenset(n for n, is_chosen in zip(p, choice, strict=True) if is_chosen)
+        law[chosen] = math.prod(p[n] if n in chosen else 1 - p[n] for n in p)
+    return law
 
 
 def random_weights(rng: random.Random, parts: int = PARTS, vocab: int = V) -> list[int]:

@@ -326,9 +326,8 @@ class Plain:
     ],
 )
 def test_bad_input(denoiser, policy, options, message):
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message):
         generate(denoiser, prompts(), policy, 8, **options)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_selector_of_other_blocks_is_refused():

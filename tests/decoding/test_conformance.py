@@ -8,6 +8,7 @@ import torch
 
 from tests.decoding.small import (
     BUILT_IN,
+    DENOISER,
     ENDS_EARLY,
     MASK,
     POLICIES,
@@ -28,7 +29,6 @@ from unmask.decoding.generate import generate
 from unmask.decoding.policies import Blocks, Learned, RewardTrained
 from unmask.rng import Purpose, uniforms
 
-DENOISER = small_denoiser()
 IDS = torch.tensor([100, 7, 31, 8, 2, 55, 1_000_003])
 GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 1.0}

@@ -7,20 +7,14 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tests.decoding.small import MASK, PROMPTS, accounts, all_results, small_denoiser
+from tests.decoding.small import DENOISER, MASK, PROMPTS, accounts, all_results
 from unmask.decoding.confidence import Confidence
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import RULES, Decision, Policy, own_rules, parse_policy
 from unmask.decoding.policies.rule import highest
 from unmask.errors import UserError
 
-DENOISER = small_denoiser()
-
-
-@pytest.fixture(autouse=True)
-def uncompiled(monkeypatch):
-    """`compile=True` without its compiler: fixed shapes, run eagerly."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 @dataclass(frozen=True)
@@ -119,9 +113,8 @@ def test_a_rule_that_cannot_be_used_by_its_module_and_class(own_module):
         ("ownrule:Clear(-1)", "policy 'ownrule:Clear(-1)': gap must not be negative"),
         ("ownrule:Clear(gp=1)", "ownrule has no parameter 'gp'; write it as ownrule(0.5,)"),
     ):
-        with pytest.raises(UserError, match=re.escape(message)) as caught:
+        with pytest.raises(UserError, match=re.escape(message)):
             parse_policy(text)
-        assert "\n" not in str(caught.value)
 
 
 def test_a_key_names_one_rule():
@@ -178,11 +171,9 @@ def test_unsound_logits_are_seen_whatever_is_read():
 
 def test_a_reading_that_does_not_exist():
     for reading in ("peak", ""):
-        with pytest.raises(
-            ValueError, match=f"reads:{reading} reads {reading}; a rule can read log_top, margin"
-        ) as caught:
+        said = f"reads:{reading} reads {reading}; a rule can read log_top, margin"
+        with pytest.raises(UserError, match=said) as caught:
             generate(DENOISER, PROMPTS, Reads(reading), 4)
-        assert "\n" not in str(caught.value)
         for known in Confidence.__annotations__:
             assert known in str(caught.value)
 
@@ -205,12 +196,10 @@ class Forgets(Policy):
 def test_a_rule_that_re_masks_must_say_so():
     """Or it would be taken for finished when nothing is masked, and never run all its steps."""
     for looks in (False, True):
+        said = f"forgets:{str(looks).lower()} masks again what was revealed: it must declare `rem"
         for options in ({}, {"batch_size": 2}, {"compile": True}):
-            with pytest.raises(
-                ValueError, match=r"forgets:(true|false) masks again what was revealed: it must declare `rem"
-            ) as caught:
+            with pytest.raises(UserError, match=said):
                 generate(DENOISER, PROMPTS, Forgets(looks), 4, **options)
-            assert "\n" not in str(caught.value)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from tests.decoding.small import PROMPTS, REPRESENTATIVE, all_results, results, small_denoiser
+from tests.training.small import randomised
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import NetworkPolicy, parse_policy
 
@@ -31,10 +32,7 @@ class Table:
         return hidden.clone()
 
 
-@pytest.fixture(autouse=True)
-def uncompiled(monkeypatch):
-    """`compile=True` without its compiler: fixed shapes, run eagerly."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 # --- one arg-max for all ----------------------------------------------------------------------------------------------
@@ -117,10 +115,7 @@ class Bert(nn.Module):
         bert = pytest.importorskip("transformers", reason="pip install 'unmask[pretrained]'")
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
         config = bert.BertConfig(vocab_size=8, max_position_embeddings=18, **sizes)
-        self.model = bert.BertForMaskedLM(config).double().eval().requires_grad_(False)
-        generator = torch.Generator().manual_seed(0)
-        for parameter in self.model.parameters():
-            parameter.normal_(std=0.8, generator=generator)
+        self.model = randomised(bert.BertForMaskedLM(config).double().eval().requires_grad_(False), std=0.8)
 
     def hidden(self, tokens, attention_mask=None):
         return self.model.bert(tokens, attention_mask=attention_mask).last_hidden_state

@@ -3,14 +3,12 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
-import pytest
 import torch
 
 from tests.decoding.small import (
     MASK,
     POLICIES,
     PROMPTS,
-    REPRESENTATIVE,
     Recorded,
     V,
     accounts,
@@ -26,11 +24,6 @@ from unmask.decoding.policies import Blocks
 
 EOS = 4
 SAMPLED = {"temperature": 1.0, "seed": 5}
-
-
-@pytest.fixture(params=REPRESENTATIVE)
-def policy(request):
-    return REPRESENTATIVE[request.param]
 
 
 @dataclass

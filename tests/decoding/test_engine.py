@@ -11,10 +11,10 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from tests.decoding.small import (
+    DENOISER,
     MASK,
     POLICIES,
     PROMPTS,
-    REPRESENTATIVE,
     Recorded,
     V,
     accounts,
@@ -22,7 +22,6 @@ from tests.decoding.small import (
     histories,
     prompts_for,
     results,
-    small_denoiser,
 )
 from unmask.decoding import stepper
 from unmask.decoding.generate import Engine, generate
@@ -30,21 +29,9 @@ from unmask.decoding.policies import Decision, Policy, parse_policy
 from unmask.decoding.tokens import TokenChoice
 from unmask.variational.selection import NonEmpty
 
-DENOISER = small_denoiser()
 IDS = torch.tensor([100, 7, 31, 8, 2, 55, 1_000_003])
 CHOICE = TokenChoice(temperature=1.2, top_p=0.9, guidance=0.5, eos_token_id=4, min_length=1, stop_at_eos=True)
 SAMPLED = TokenChoice(temperature=1.0)
-
-
-@pytest.fixture(params=REPRESENTATIVE)
-def policy(request):
-    return REPRESENTATIVE[request.param]
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """`compile=True` without its compiler: fixed shapes, run eagerly."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 
 def fresh(policy, prompts, choice=SAMPLED, **options):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.decoding.small import TabularDenoiser, TabularSelector
+from tests.decoding.steps import product_law, sigmoid
 from tests.statistics import assert_follows
 from tests.variational.tiny import tiny
 from unmask.decoding.generate import generate
@@ -30,10 +31,6 @@ MODEL = TABLES.model._replace(
 PROMPTS = [(MASK, MASK, MASK), (MASK, 1, MASK)]
 
 
-def sigmoid(s):
-    return 1 / (1 + math.exp(-s))
-
-
 # --- the slow truth ---------------------------------------------------------------------------------------------------
 
 MU, PSI_ROWS = THETA.softmax(-1).tolist(), PSI.tolist()
@@ -41,15 +38,6 @@ MU, PSI_ROWS = THETA.softmax(-1).tolist(), PSI.tolist()
 
 def row_of(x):
     return sum(token * (V + 1) ** n for n, token in enumerate(x))
-
-
-def product_law(p):
-    """{set of positions: probability} for independent reveals with probabilities p {position: probability}."""
-    law = {}
-    for choice in product((False, True), repeat=len(p)):
-        chosen = frozenset(n for n, is_chosen in zip(p, choice, strict=True) if is_chosen)
-        law[chosen] = math.prod(p[n] if n in chosen else 1 - p[n] for n in p)
-    return law
 
 
 def masks_of(x):

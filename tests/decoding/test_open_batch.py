@@ -5,9 +5,8 @@ import random
 import pytest
 import torch
 
-from tests.decoding.small import MASK, POLICIES, REPRESENTATIVE, V, results, small_denoiser
+from tests.decoding.small import DENOISER, MASK, POLICIES, V, results
 from tests.decoding.test_engine import Rounds
-from tests.decoding.test_stream import uncompiled  # noqa: F401
 from tests.training.small import small_model
 from unmask.decoding.generate import Engine
 from unmask.decoding.open_batch import OpenBatch
@@ -16,7 +15,6 @@ from unmask.decoding.tokens import TokenChoice
 from unmask.errors import UserError
 from unmask.models.packing import padding_stays
 
-DENOISER = small_denoiser()
 CPU, L = torch.device("cpu"), 9
 CHOICE = TokenChoice(temperature=1.2, eos_token_id=4, stop_at_eos=True)
 
@@ -76,9 +74,8 @@ def test_a_stop_string_ends_a_sequence_here_too():
     assert batch.masks == 0
 
 
-@pytest.mark.parametrize("policy", REPRESENTATIVE.values(), ids=REPRESENTATIVE)
 @pytest.mark.parametrize("compile", [False, True])
-def test_a_sequence_gets_what_it_gets_alone(policy, compile, uncompiled):  # noqa: F811
+def test_a_sequence_gets_what_it_gets_alone(policy, compile, uncompiled):
     denoiser, chance = Rounds(DENOISER), random.Random(0)
     engine = Engine(denoiser, policy, 5, CHOICE, batch_size=3, fixed_shapes=True, compile=compile)
     asked = prompts(14)

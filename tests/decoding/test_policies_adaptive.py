@@ -11,8 +11,10 @@ import torch
 
 from tests.decoding.steps import (
     MASK,
+    SCORES,
     CountingDenoiser,
     best,
+    blocks_of,
     case_of,
     counting_denoiser,
     ordered,
@@ -37,7 +39,6 @@ from unmask.decoding.policies import (
     Margin,
     Prophet,
     Threshold,
-    TopProbability,
 )
 
 CASES = [random_case(seed) for seed in range(10, 13)]
@@ -151,14 +152,6 @@ def test_factor_s_bar_is_as_precise_as_c():
 # --- entropy-bounded --------------------------------------------------------------------------------------------------
 
 
-ORDERS = {
-    "top-prob": (TopProbability(), lambda row, n: row.c(n)),
-    "top-prob sampled": (TopProbability(confidence="sampled"), lambda row, n: row.c(n, "sampled")),
-    "margin": (Margin(), lambda row, n: row.margin(n)),
-    "entropy": (Entropy(), lambda row, n: -row.entropy(n)),
-}
-
-
 def slow_eb(row, gamma, score):
     order = ordered(lambda n: score(row, n), row.masked)
     for size in range(len(order), 1, -1):  # from the longest prefix down
@@ -171,7 +164,7 @@ def slow_eb(row, gamma, score):
 
 
 def test_entropy_bounded():
-    for order, score in ORDERS.values():
+    for order, score in SCORES.values():
         for gamma in (0.0, 0.7, 2.0):
             for case in CASES:
                 for row, chosen in zip(case.rows, reveals(EntropyBounded(gamma, order=order), case), strict=True):
@@ -299,12 +292,10 @@ def test_klass_of_a_whole_generation(size):
     out = generate(denoiser, prompts, rule if size == L else Blocks(size, rule), S)
     by_stability, at_the_start_of_a_later_block, late = 0, 0, 0
     for response, steps in zip(responses, out.reveal_step.tolist(), strict=True):
-        masked, before, i, b = set(response), None, 0, math.ceil(len(response) / size)
-        for block in range(b):
-            inside = set(list(response)[block * size : (block + 1) * size])
-            own = S // b + (block < S % b)
+        masked, before, i = set(response), None, 0
+        for inside, own in blocks_of(response, size, S):
             for own_i in range(own):
-                left = masked & inside
+                left = masked & set(inside)
                 if not left:
                     break
                 p = {n: denoiser.p(len(masked), n) for n in masked}
@@ -438,12 +429,11 @@ def test_prophet_s_gap_is_that_of_the_logits_and_its_order_any():
 def credit_by_hand(denoiser, N, size, S, threshold, alpha, beta, gamma):
     """(tokens, reveal steps) of a sequence that is all response, greedy, in blocks."""
     credit = {n: [0.0] * 4 for n in range(N)}
-    written, when, i, blocks = {}, {}, 0, math.ceil(N / size)
-    for block in range(blocks):
-        steps = S // blocks + (block < S % blocks)
+    written, when, i = {}, {}, 0
+    for inside, steps in blocks_of(range(N), size, S):
         for own in range(steps):
             masks = [n for n in range(N) if n not in written]
-            left = [n for n in masks if n // size == block]
+            left = [n for n in masks if n in inside]
             if not left:
                 break
             fused = {}

@@ -7,7 +7,18 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.decoding.steps import best, case_of, plain_row, positions, random_case, repeated, reveals, tensor
+from tests.decoding.steps import (
+    best,
+    case_of,
+    plain_row,
+    positions,
+    product_law,
+    random_case,
+    repeated,
+    reveals,
+    sigmoid,
+    tensor,
+)
 from tests.statistics import assert_follows
 from unmask.decoding.policies import Learned, OneAtATime, RewardTrained
 from unmask.variational.selection import Bernoulli, NonEmpty
@@ -33,10 +44,6 @@ def some_logits(case, shift, seed=0):
     """In steps of 0.15: many ties."""
     generator = torch.Generator().manual_seed(seed)
     return 1.5 * torch.randn(case.step.masked.shape, dtype=torch.float64, generator=generator).round(decimals=1) + shift
-
-
-def sigmoid(s):
-    return 1 / (1 + math.exp(-s))
 
 
 RULES = {
@@ -121,15 +128,6 @@ def drawn(rule):
     return Counter(frozenset(positions(row)) for row in decision.reveal & step.masked), decision.nothing_selected
 
 
-def subsets(p):
-    """{set: probability} of independent reveals."""
-    law = {}
-    for choice in itertools.product((False, True), repeat=len(p)):
-        chosen = frozenset(n for n, is_chosen in zip(p, choice, strict=True) if is_chosen)
-        law[chosen] = math.prod(p[n] if n in chosen else 1 - p[n] for n in p)
-    return law
-
-
 @pytest.mark.parametrize(
     ("shift", "temperature", "floor", "cap"),
     [(-6.0, 1.0, 0.0, 0), (1.0, 0.5, 0.0, 0), (-6.0, 1.0, 0.25, 0), (1.0, 1.0, 0.0, 2), (-6.0, 2.0, 0.1, 1)],
@@ -138,7 +136,7 @@ def test_learned_nonempty_follows_the_conditioned_product(shift, temperature, fl
     rule = Learned(LookUp(LOGITS + shift, NonEmpty()), temperature=temperature, floor=floor, cap=cap)
     counts, nothing = drawn(rule)
     p = {n: max(floor, sigmoid((LOGITS[0, n].item() + shift) / temperature)) for n in ONE.masked}
-    product = subsets(p)
+    product = product_law(p)
     something = 1 - product.pop(frozenset())
     law = Counter()
     for chosen, probability in product.items():

@@ -12,6 +12,7 @@ import torch
 from tests.decoding.steps import (
     FREQUENCIES,
     MASK,
+    SCORES,
     best,
     blocks_of,
     case_of,
@@ -24,16 +25,7 @@ from tests.decoding.steps import (
 )
 from tests.statistics import assert_follows
 from unmask.decoding.generate import generate
-from unmask.decoding.policies import (
-    Blocks,
-    Entropy,
-    LeftToRight,
-    Margin,
-    PCSampler,
-    Random,
-    Stochastic,
-    TopProbability,
-)
+from unmask.decoding.policies import Blocks, Entropy, LeftToRight, Margin, PCSampler, Random, Stochastic, TopProbability
 from unmask.decoding.policies.rule import highest
 
 CASES = [random_case(seed) for seed in range(2)]
@@ -48,10 +40,7 @@ def pc_score_of(row, n, decay, clip):
 
 
 RANKED = {
-    "top-prob": (TopProbability(), lambda row, n: row.c(n)),
-    "top-prob sampled": (TopProbability(confidence="sampled"), lambda row, n: row.c(n, "sampled")),
-    "margin": (Margin(), lambda row, n: row.margin(n)),
-    "entropy": (Entropy(), lambda row, n: -row.entropy(n)),
+    **SCORES,
     "left-to-right": (LeftToRight(), lambda row, n: -n),
     "pc-sampler": (PCSampler(FREQUENCIES), partial(pc_score_of, decay=0.25, clip=10)),
     "pc-sampler, clipped": (PCSampler(FREQUENCIES, 0.03, 0.2), partial(pc_score_of, decay=0.03, clip=0.2)),
@@ -160,13 +149,7 @@ def test_highest_breaks_ties_to_the_left():
 
 # --- stochastic order -------------------------------------------------------------------------------------------------
 
-ORDERS = {
-    "top-prob": (TopProbability(), lambda row, n: row.c(n)),  # c, not log c
-    "top-prob sampled": (TopProbability(confidence="sampled"), lambda row, n: row.c(n, "sampled")),
-    "margin": (Margin(), lambda row, n: row.margin(n)),
-    "entropy": (Entropy(), lambda row, n: -row.entropy(n)),
-    "left-to-right": (LeftToRight(), lambda row, n: -row.response.index(n)),
-}
+ORDERS = {**SCORES, "left-to-right": (LeftToRight(), lambda row, n: -row.response.index(n))}
 
 
 def without_replacement(weights, count):

@@ -1,12 +1,12 @@
 """What is left out costs nothing and changes nothing: against a plain loop that reads everything, always."""
 
-import math
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-from tests.decoding.small import MASK, POLICIES, PROMPTS, Recorded, V, all_results, prompts_for, small_denoiser
+from tests.decoding.small import DENOISER, MASK, POLICIES, PROMPTS, Recorded, V, all_results, prompts_for
+from tests.decoding.steps import blocks_of
 from tests.decoding.test_cache import network
 from unmask.decoding import stepper
 from unmask.decoding.generate import generate
@@ -15,15 +15,12 @@ from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Denoiser
 from unmask.rng import Purpose, uniforms
 
-DENOISER = small_denoiser()
-
 
 def in_blocks(prompt, row, size, S, seed, score):
     """(tokens, reveal steps) in blocks, every position of the sequence read at every step, tokens sampled."""
     tokens, response = prompt.clone(), [n for n, token in enumerate(prompt.tolist()) if token == MASK]
-    blocks, i, when = math.ceil(len(response) / size), 0, {}
-    for block in range(blocks):
-        inside, steps = response[block * size : (block + 1) * size], S // blocks + (block < S % blocks)
+    i, when = 0, {}
+    for inside, steps in blocks_of(response, size, S):
         for own in range(steps):
             masks = [n for n in inside if tokens[n] == MASK]
             if not masks:

@@ -3,22 +3,15 @@
 import pytest
 import torch
 
-from tests.decoding.small import MASK, POLICIES, PROMPTS, REPRESENTATIVE, all_results, prompts_for, small_denoiser
+from tests.decoding.small import DENOISER, MASK, POLICIES, PROMPTS, all_results, prompts_for
 from unmask.decoding import generate as module
 from unmask.decoding.generate import Engine, generate
 from unmask.decoding.tokens import TokenChoice
 
-DENOISER = small_denoiser()
 CHOICE = TokenChoice(temperature=1.2, guidance=0.5, eos_token_id=4, stop_at_eos=True)
 FOUR = [POLICIES[name] for name in ("iid", "threshold:0.7", "p2", "blocks(3,klass(0.2,0.05,1))")]
 
 
-@pytest.fixture
-def uncompiled(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-
-
-@pytest.mark.parametrize("policy", REPRESENTATIVE.values(), ids=REPRESENTATIVE)
 @pytest.mark.parametrize("options", [{}, {"batch_size": 3}, {"batch_size": 3, "compile": True}], ids=str)
 def test_the_last_is_what_generate_returns_and_each_is_one_step_further(policy, options, uncompiled):
     prompts = prompts_for(policy)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from unmask.cli import main
 from unmask.errors import UserError
 from unmask.evaluation.bound import evaluate_run_bound
 from unmask.evaluation.curve import read_curve
@@ -85,39 +84,30 @@ def test_bad_input(run, options, message):
         evaluate(run, examples=2, cpu=True, **options)
 
 
-def test_the_command_line(run, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["sample", str(run), "--num", "1", "--cache", "none"])
-    assert not ended.value.code
-    with pytest.raises(SystemExit) as ended:
-        main(["evaluate", str(run), "--policy", "p2", "--steps", "4", "--examples", "2", "--cache", "prefix", "--cpu"])
-    assert ended.value.code == 2
-    refused = capsys.readouterr().err.strip().splitlines()[-1]
-    assert refused.startswith("unmask: the denoiser is block-causal and was trained for blocks of 8")
+def test_the_command_line(run, ok, refused):
+    ok("sample", run, "--num", "1", "--cache", "none")
+    said = refused("evaluate", run, "--policy", "p2", "--steps", 4, "--examples", 2, "--cache", "prefix", "--cpu")
+    assert said.startswith("unmask: the denoiser is block-causal and was trained for blocks of 8")
 
 
-def test_without_an_order_the_rules_that_nobody_chose_are_in_its_blocks(tmp_path):
+def test_without_an_order_the_rules_that_nobody_chose_are_in_its_blocks(tmp_path, ok):
     recipe = replace(load_recipe("groups-blocks", FAST), order=None, evaluate=EvaluateRecipe())
     train(recipe, tmp_path / "run", cpu=True)
     records = evaluate(tmp_path / "run", examples=2, cpu=True)
     assert [record.spec.policy for record in records] == ["blocks(8,iid)", "blocks(8,top-prob)", "blocks(8,margin)"]
-    with pytest.raises(SystemExit) as ended:
-        main(["sample", str(tmp_path / "run"), "--num", "1"])
-    assert not ended.value.code
+    ok("sample", tmp_path / "run", "--num", "1")
 
 
-def test_a_curve_is_swept_inside_its_blocks(run, tmp_path, capsys):
+def test_a_curve_is_swept_inside_its_blocks(run, tmp_path, call):
     priced = tmp_path / "priced"
     own = ["order.budget=4", "order.least_budget=2", "order.spread=0"]
     train(load_recipe("groups-blocks", [*FAST, *own]), priced, cpu=True)
     words = ["--curve", "--policy", "learned", "--policy", "margin", "--examples", "4", "--cpu"]
     for folder, caps in ((run, {4}), (priced, {4, 6, 8})):
-        with pytest.raises(SystemExit) as ended:
-            main(["evaluate", str(folder), *words])
-        assert not ended.value.code
-        told = capsys.readouterr()
-        assert told.out.startswith("learned is ")
-        assert "cannot run" not in told.err
+        code, out, err = call("evaluate", folder, *words)
+        assert code == 0, err
+        assert out.startswith("learned is ")
+        assert "cannot run" not in err
         points = read_curve(folder / "curve.json").points
         assert {point.cap for point in points if point.family == "learned"} == caps
         rules = [point for point in points if point.family == "blocks(8,margin)"]

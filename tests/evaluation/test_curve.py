@@ -11,7 +11,6 @@ import torch
 
 import unmask
 from tests.evaluation.test_compare import result, without_verdicts
-from tests.test_cli import call, refused  # noqa: F401
 from tests.training.small import TINY_RECIPE, contents
 from unmask.decoding.policies import Margin, Threshold
 from unmask.evaluation.compare import crossed_difference
@@ -371,11 +370,10 @@ def trained(tmp_path_factory):
     return folder
 
 
-def test_the_command_draws_a_curve_and_repeats_nothing(trained, call, tmp_path):  # noqa: F811
+def test_the_command_draws_a_curve_and_repeats_nothing(trained, ok, tmp_path):
     run = shutil.copytree(trained / "priced", tmp_path / "run")
     words = ("evaluate", run, "--curve", "--policy", "learned", "--policy", "threshold", "--steps", 2, "--steps", 4)
-    code, out, _ = call(*words)
-    assert code == 0
+    out = ok(*words)
     assert out.startswith("learned is "), "the verdict first"
     assert "learned against the best rule" in out
     assert f"curve: {run / 'curve.svg'}" in " ".join(out.split())
@@ -388,14 +386,14 @@ def test_the_command_draws_a_curve_and_repeats_nothing(trained, call, tmp_path):
     assert (run / "curve.svg").read_text().startswith("<svg")
     assert json.loads((run / "curve.json").read_text())["crc"]
     before = contents(run)
-    assert call(*words)[0] == 0
+    ok(*words)
     assert contents(run) == before
     from_python = unmask.evaluate(run, policies=["learned", "threshold"], steps=[2, 4], curve=True, cpu=True)
     assert from_python == records
     assert contents(run) == before
 
 
-def test_curves_of_a_run_without_prices_or_order(trained, call, refused, tmp_path):  # noqa: F811
+def test_curves_of_a_run_without_prices_or_order(trained, ok, refused, tmp_path):
     run = shutil.copytree(trained / "priced", tmp_path / "run")
     assert "--bound takes no --policy" in refused("evaluate", run, "--curve", "--bound")
     assert "--curve takes no --against" in refused("evaluate", run, "--curve", "--against", run)
@@ -403,10 +401,8 @@ def test_curves_of_a_run_without_prices_or_order(trained, call, refused, tmp_pat
     assert "unknown policy 'thresold'" in refused("evaluate", run, "--curve", "--policy", "thresold")
     (tmp_path / "plain.toml").write_text(PRICED.partition("[order]")[0] + "[evaluate]\nexamples = 20\n")
     unmask.train(unmask.load_recipe(str(tmp_path / "plain.toml")), tmp_path / "plain", cpu=True)
-    code, out, _ = call("evaluate", tmp_path / "plain", "--curve", "--policy", "margin", "--steps", 2)
-    assert code == 0
+    out = ok("evaluate", tmp_path / "plain", "--curve", "--policy", "margin", "--steps", 2)
     assert out.startswith("There is no learned order here; the best rule reaches")
     assert (tmp_path / "plain" / "curve.svg").exists()
     assert "needs a learned order" in refused("evaluate", tmp_path / "plain", "--curve", "--policy", "learned")
-    code, out, _ = call("evaluate", run, "--curve", "--policy", "learned")
-    assert "No rule was evaluated" in out
+    assert "No rule was evaluated" in ok("evaluate", run, "--curve", "--policy", "learned")

@@ -32,14 +32,7 @@ from unmask.errors import UserError
 from unmask.evaluation import bound as bounds
 from unmask.evaluation import evaluate as evaluation
 from unmask.evaluation.bound import evaluate_bound
-from unmask.evaluation.evaluate import (
-    HalfTrunk,
-    Setup,
-    device_name,
-    evaluate_policy,
-    half_selector,
-    revision,
-)
+from unmask.evaluation.evaluate import HalfTrunk, Setup, device_name, evaluate_policy, half_selector, revision
 from unmask.evaluation.records import wilson_interval
 from unmask.evaluation.verdicts import VerdictFile
 from unmask.models.networks import Selector
@@ -367,14 +360,6 @@ def test_progress_is_told():
 # --- the engine -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """`compile=True` without its compiler: fixed shapes, run eagerly.  What was given to it."""
-    compiled = []
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(function) or function)
-    return compiled
-
-
 @pytest.mark.parametrize("compile", [False, True])
 def test_one_engine_an_evaluation(monkeypatch, uncompiled, compile):
     """However many chunks there are, so that it compiles once: also for the last chunk, which is smaller."""
@@ -531,7 +516,6 @@ def test_an_unknown_policy_lists_the_known():
     ) as caught:
         parse_policy("tob-prob", small_model().selector)
     assert f"choose from {', '.join(BUILT_IN)}" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_model_without_an_order_has_no_learned_policy():

@@ -7,15 +7,9 @@ import pytest
 import torch
 from transformers import BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel
 
-from tests.test_cli import call, refused  # noqa: F401
 from tests.training.small import TINY_RECIPE
 from unmask.evaluation import perplexity
-from unmask.evaluation.perplexity import (
-    Reader,
-    _log_likelihoods,
-    evaluate_perplexity,
-    read_perplexities,
-)
+from unmask.evaluation.perplexity import Reader, _log_likelihoods, evaluate_perplexity, read_perplexities
 from unmask.models.importers.pretrained import Causal
 from unmask.tasks.diversity import distinct, entropy
 from unmask.tasks.text.text import Text, byte_tokenizer
@@ -147,7 +141,7 @@ TINY = {
 }
 
 
-def test_the_recipe_text_from_a_file_to_the_report(gpt2, tmp_path, call, refused):  # noqa: F811
+def test_the_recipe_text_from_a_file_to_the_report(gpt2, tmp_path, ok, refused):
     """Trained on lines made on the spot: the bound in bits per character, perplexity, and samples."""
     (tmp_path / "mine.txt").write_text("".join(f"line {i} says {'é' * (i % 5)}\n" for i in range(60)), encoding="utf-8")
     folder, run = tmp_path / "tiny-gpt2", tmp_path / "run"
@@ -155,32 +149,29 @@ def test_the_recipe_text_from_a_file_to_the_report(gpt2, tmp_path, call, refused
     byte_tokenizer(["<eos>"]).save(str(folder / "tokenizer.json"))
     given = [f"task.files={tmp_path / 'mine.txt'}", f"task.cache={tmp_path / 'cache'}"]
     given += [f"{table}.{key}={value}" for table, values in TINY.items() for key, value in values.items()]
-    code, _, err = call("train", "text", "--out", run, "--cpu", *(word for value in given for word in ("--set", value)))
-    assert code == 0, err
-    code, shown, err = call("evaluate", run, "--cpu", "--bound", "--examples", "6", "--samples", "3")
-    assert code == 0, err
+    ok("train", "text", "--out", run, "--cpu", *(word for value in given for word in ("--set", value)))
+    shown = ok("evaluate", run, "--cpu", "--bound", "--examples", "6", "--samples", "3")
     assert "bits/char" in shown
     words = ("evaluate", run, "--cpu", "--examples", "6", "--policy", "iid", "--policy", "learned", "--steps", "4")
-    code, shown, err = call(*words, "--perplexity", folder)
-    assert code == 0, err
+    shown = ok(*words, "--perplexity", folder)
     assert "samples as read by tiny-gpt2" in shown
     assert "held-out texts" in shown
     lines = read_perplexities(run)
     assert len(lines) == 3
-    assert call(*words, "--perplexity", folder)[0] == 0
+    ok(*words, "--perplexity", folder)
     assert [line.perplexity for line in read_perplexities(run)] == [line.perplexity for line in lines]
-    assert call("report", run)[0] == 0
+    ok("report", run)
     page = (run / "report.html").read_text(encoding="utf-8")
     assert f"{lines[0].perplexity:.2f}" in page
     assert "bits/char" in page
-    assert "no pretrained model" in refused(*words, "--perplexity", tmp_path / "nowhere")
+    assert "no pretrained model" in refused(*words, "--perplexity", tmp_path / "nowhere", begun=True)
     assert "--perplexity takes no --curve" in refused("evaluate", run, "--curve", "--perplexity", folder)
     assert "--bound takes no" in refused("evaluate", run, "--bound", "--perplexity", folder)
 
 
-def test_a_task_without_texts_is_refused_before_anything_is_generated(tmp_path, call, refused):  # noqa: F811
+def test_a_task_without_texts_is_refused_before_anything_is_generated(tmp_path, ok, refused):
     (tmp_path / "tiny.toml").write_text(TINY_RECIPE)
-    assert call("train", tmp_path / "tiny.toml", "--out", tmp_path / "run", "--cpu")[0] == 0
+    ok("train", tmp_path / "tiny.toml", "--out", tmp_path / "run", "--cpu")
     said = refused("evaluate", tmp_path / "run", "--cpu", "--perplexity", "nowhere")
     assert "task groups keeps none of its samples: it is for task text" in said
     assert not (tmp_path / "run" / "verdicts.jsonl").exists()

@@ -72,6 +72,11 @@ def assert_same(found, expected):
     assert np.array_equal(found.verdicts.steps, expected.verdicts.steps)
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "verdicts.jsonl"
+
+
 @pytest.fixture(scope="module")
 def model():
     return learned_model(selection="bernoulli")[0]
@@ -123,9 +128,9 @@ def test_after_a_crash_the_rest_is_done(tmp_path, monkeypatch, model, rule):
         assert [line["first"] for line in json_lines(path)] == [0, 10, 20, 30, 40]
 
 
-def test_a_crash_in_the_middle_of_a_line(tmp_path, model):
+def test_a_crash_in_the_middle_of_a_line(path, model):
     """Wherever the last line is cut off: it is dropped silently and written again."""
-    path, policy = tmp_path / "verdicts.jsonl", Learned(model.selector)
+    policy = Learned(model.selector)
     whole = run(path, model, policy)
     text = path.read_bytes()
     starts = [0, *(i + 1 for i, byte in enumerate(text) if byte == 10)]
@@ -137,8 +142,7 @@ def test_a_crash_in_the_middle_of_a_line(tmp_path, model):
         assert [line["valid"] for line in lines] == [json.loads(row)["valid"] for row in text.splitlines()]
 
 
-def test_a_line_that_lacks_only_its_newline_is_whole(tmp_path, monkeypatch, model):
-    path = tmp_path / "verdicts.jsonl"
+def test_a_line_that_lacks_only_its_newline_is_whole(path, monkeypatch, model):
     whole = run(path, model, IID())
     path.write_bytes(path.read_bytes()[:-1])
     sizes = counted(monkeypatch)
@@ -148,8 +152,7 @@ def test_a_line_that_lacks_only_its_newline_is_whole(tmp_path, monkeypatch, mode
     assert len(json_lines(path)) == 10
 
 
-def test_the_seconds_are_those_of_all_chunks(tmp_path, model):
-    path = tmp_path / "verdicts.jsonl"
+def test_the_seconds_are_those_of_all_chunks(path, model):
     with pytest.raises(Crash):
         run(path, model, IID(), advance=crash_after(21))
     lines = json_lines(path)
@@ -158,8 +161,7 @@ def test_the_seconds_are_those_of_all_chunks(tmp_path, model):
     assert 2e6 < run(path, model, IID()).outcome.seconds < 3e6
 
 
-def test_again_evaluates_anew_and_replaces(tmp_path, monkeypatch, model):
-    path = tmp_path / "verdicts.jsonl"
+def test_again_evaluates_anew_and_replaces(path, monkeypatch, model):
     first = run(path, model, IID())
     before, sizes = path.read_bytes(), counted(monkeypatch)
     assert run(path, model, IID()) == first, "the seconds too"
@@ -174,12 +176,11 @@ def test_again_evaluates_anew_and_replaces(tmp_path, monkeypatch, model):
     assert sum(sizes) == EXAMPLES - 20
 
 
-def test_a_task_with_a_prompt_keeps_no_answers(tmp_path):
+def test_a_task_with_a_prompt_keeps_no_answers(path):
     task = LatinSquare()
     stub = always([0])
     stub.denoiser.law = lambda row: torch.full((len(row), len(task.vocabulary)), 0.25).double()
     stub.denoiser.mask_token_id = len(task.vocabulary)
-    path = tmp_path / "verdicts.jsonl"
     whole = run(None, stub, IID(), task=task, examples=12)
     with pytest.raises(Crash):
         run(path, stub, IID(), task=task, examples=12, advance=crash_after(11))
@@ -188,9 +189,9 @@ def test_a_task_with_a_prompt_keeps_no_answers(tmp_path):
     assert all(line["answers"] is None for line in json_lines(path))
 
 
-def test_the_exact_sampler_stays_diverse_when_resumed(tmp_path):
+def test_the_exact_sampler_stays_diverse_when_resumed(path):
     """`distinct` is counted over all chunks: as many as in one go, and fewer than the chunks' own numbers together."""
-    path, stub = tmp_path / "verdicts.jsonl", exact_conditionals(TASK)
+    stub = exact_conditionals(TASK)
     whole = run(None, stub, TopProbability(), 4)
     with pytest.raises(Crash):
         run(path, stub, TopProbability(), 4, advance=crash_after(21))
@@ -203,10 +204,9 @@ def test_the_exact_sampler_stays_diverse_when_resumed(tmp_path):
 # --- what is another evaluation ---------------------------------------------------------------------------------------
 
 
-def test_a_changed_selector_never_meets_old_verdicts(tmp_path, monkeypatch):
+def test_a_changed_selector_never_meets_old_verdicts(path, monkeypatch):
     """On the same denoiser, with the same form and budget: only the selector's weights tell them apart."""
     model, policy = learned_model()
-    path = tmp_path / "verdicts.jsonl"
     first = run(path, model, policy)
     with torch.no_grad():
         model.selector.out.weight.neg_()
@@ -218,9 +218,8 @@ def test_a_changed_selector_never_meets_old_verdicts(tmp_path, monkeypatch):
     assert second.verdicts.reveal_step != first.verdicts.reveal_step
 
 
-def test_whatever_is_asked_otherwise_is_done(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    path, model, other = tmp_path / "verdicts.jsonl", learned_model()[0], learned_model()[0]
+def test_whatever_is_asked_otherwise_is_done(path, monkeypatch, uncompiled):
+    model, other = learned_model()[0], learned_model()[0]
     with torch.no_grad():
         other.denoiser.head.weight[0, 0] += 1
     run(path, model, IID())
@@ -281,16 +280,14 @@ def test_the_verdicts_of_a_record(tmp_path, model):
     assert [record.verdicts for record in read_run(tmp_path)] == [None, None]
 
 
-def test_the_verdicts_of_an_unfinished_evaluation_belong_to_no_record(tmp_path, model):
-    path = tmp_path / "verdicts.jsonl"
+def test_the_verdicts_of_an_unfinished_evaluation_belong_to_no_record(path, tmp_path, model):
     append_records(tmp_path / "results.jsonl", [run(path, model, IID())])
     path.write_text("\n".join(path.read_text().splitlines()[:3]) + "\n")
     assert read_run(tmp_path)[0].verdicts is None
 
 
-def test_chunks_that_do_not_follow_are_passed_over(tmp_path, monkeypatch, model):
+def test_chunks_that_do_not_follow_are_passed_over(path, monkeypatch, model):
     """A line taken out by hand, or two processes at once: what follows the gap is done again, nothing counts twice."""
-    path = tmp_path / "verdicts.jsonl"
     whole = run(path, model, IID())
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:2], *lines[3:]]) + "\n")
@@ -310,8 +307,7 @@ def damaged(line, **changes):
     return json.dumps({**unsealed(line), **changes})
 
 
-def test_a_damaged_line_is_named(tmp_path, model):
-    path = tmp_path / "verdicts.jsonl"
+def test_a_damaged_line_is_named(path, model):
     run(path, model, IID())
     lines = path.read_text().splitlines()
     for line, expected in [
@@ -330,7 +326,6 @@ def test_a_damaged_line_is_named(tmp_path, model):
             run(path, model, IID())
         assert f"{path}, line 2: " in str(caught.value)
         assert expected in str(caught.value)
-        assert "\n" not in str(caught.value)
         assert path.read_bytes() == before
 
 
@@ -379,9 +374,9 @@ def test_fields_with_defaults_may_be_missing(tmp_path):
     assert read_jsonl(path, Row) == [Row(1)]
 
 
-def test_every_chunk_is_on_disk_before_the_next(tmp_path, model):
+def test_every_chunk_is_on_disk_before_the_next(path, model):
     """When a sequence is told to be done, so are all chunks before its own: a crash loses no more than one chunk."""
-    path, done = tmp_path / "verdicts.jsonl", 0
+    done = 0
 
     def advance(more):
         nonlocal done

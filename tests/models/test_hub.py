@@ -11,7 +11,6 @@ from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundEr
 
 from tests.evaluation.by_hand import LEARNED, heuristic
 from tests.models.test_order_model import MODEL_FILES, PLAIN, WHOLE, build
-from unmask.cli import main
 from unmask.errors import UserError
 from unmask.evaluation.records import append_records
 from unmask.models.hub import HOME
@@ -97,23 +96,17 @@ def test_the_address_is_that_of_the_package():
     assert project["urls"]["Homepage"] == HOME
 
 
-def push(*arguments):
-    with pytest.raises(SystemExit) as done:
-        main(["push", *map(str, arguments)])
-    return done.value.code
-
-
-def test_a_run_goes_with_its_recipe_and_records(hub, capsys):
+def test_a_run_goes_with_its_recipe_and_records(hub, ok):
     run = Path("runs/order")
     build(WHOLE).save_pretrained(run)
     recipe = load_recipe("groups", ["order.denoiser_rate=0.0"])
     store_recipe(recipe, run)
-    assert not push(run, "me/order")
+    address = "model: https://huggingface.co/me/order\n"
+    assert ok("push", run, "me/order") == address
     page = hub.folder / "me" / "order"
     assert "It has not been evaluated." in (page / "README.md").read_text()
     append_records(run / "results.jsonl", [LEARNED, heuristic("margin", 2, score=0.25, ci_low=0.22, ci_high=0.28)])
-    assert not push(run, "me/order", "--private")
-    assert capsys.readouterr().out == 2 * "model: https://huggingface.co/me/order\n"
+    assert ok("push", run, "me/order", "--private") == address
     assert [private for _, private, _ in hub.created] == [None, True]
     assert {"recipe.json", "results.jsonl"} < set(names(page))
     card = (page / "README.md").read_text()
@@ -128,11 +121,10 @@ def test_a_run_goes_with_its_recipe_and_records(hub, capsys):
     assert load_recipe("recipe.toml") == recipe, "the card holds the whole recipe"
 
 
-def test_what_the_hub_does_not_give_is_one_line(hub, monkeypatch, capsys):
+def test_what_the_hub_does_not_give_is_one_line(hub, monkeypatch, call):
     def refused(name):
         with pytest.raises(UserError) as caught:
             OrderModel.from_pretrained(name)
-        assert "\n" not in str(caught.value)
         return str(caught.value)
 
     said = "me/nothing is no folder here, and the Hugging Face hub did not give it (there is none that you may read)"
@@ -148,8 +140,9 @@ def test_what_the_hub_does_not_give_is_one_line(hub, monkeypatch, capsys):
     build(PLAIN).save_pretrained("run")
     store_recipe(load_recipe("groups"), Path("run"))
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", no_network)
-    assert push("run", "me/order") == 2
-    assert capsys.readouterr().err.startswith("unmask: me/order could not be written on the Hugging Face hub (Got: ")
+    code, _, err = call("push", "run", "me/order")
+    assert code == 2
+    assert err.startswith("unmask: me/order could not be written on the Hugging Face hub (Got: ")
 
 
 def test_device_and_dtype(tmp_path):

@@ -8,7 +8,7 @@ import torch
 import unmask
 from tests.evaluation.by_hand import changed
 from tests.evaluation.test_blocks import FAST
-from tests.training.small import TINY_RECIPE
+from tests.training.small import TINY_RECIPE, randomised
 from unmask.decoding.policies import Learned, LeftToRight
 from unmask.decoding.tokens import TokenChoice
 from unmask.errors import UserError
@@ -117,9 +117,7 @@ def test_in_blocks_the_probabilities_are_those_of_the_block_and_its_step(tmp_pat
     unmask.train(unmask.load_recipe("groups-blocks", [*FAST, "order.budget=3"]), tmp_path, cpu=True)
     unmask.evaluate(tmp_path, policies=["learned"], examples=2, cpu=True)
     model, _, recipe, task = load_run(tmp_path)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.4, generator=generator)
+    randomised(model)
     monkeypatch.setattr("unmask.report.orders.open_run", lambda *_: (model, None, task, recipe))
     examples, said, decide = type(task).examples, [], Learned.decide
 

@@ -63,6 +63,12 @@ def printed(item, width=80):
     return text.getvalue()
 
 
+def written(tmp_path, *sections):
+    """The page of these sections."""
+    write_html(tmp_path / "page.html", sections)
+    return (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -127,7 +133,6 @@ def test_a_damaged_line_is_named_by_its_number(tmp_path):
         message = str(caught.value)
         assert f"{path}, line 3:" in message
         assert expected in message
-        assert "\n" not in message
 
 
 def test_every_published_record_is_read():
@@ -314,8 +319,7 @@ def test_an_order_that_is_worse_than_iid_is_called_so(tmp_path):
     ):
         worse = dataclasses.replace(BOUND, gain=gain, gain_se=error)
         assert words in bound_verdict(worse)
-        write_html(tmp_path / "page.html", [Section("groups", "", [LEARNED], [[0]], worse)])
-        assert words in (tmp_path / "page.html").read_text(encoding="utf-8")
+        assert words in written(tmp_path, Section("groups", "", [LEARNED], [[0]], worse))
     assert bound_verdict(dataclasses.replace(BOUND, gain=0.1, gain_se=0.1)) == bound_verdict(BOUND) == ""
 
 
@@ -564,9 +568,8 @@ PICTURED = [order(), *RECORDS[:2], RECORDS[3]]
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    path = tmp_path_factory.mktemp("page") / "report.html"
-    write_html(path, [Section("groups: <16> tokens & more", 'a "caption" <b>', PICTURED, LAYOUT)])
-    return path.read_text()
+    section = Section("groups: <16> tokens & more", 'a "caption" <b>', PICTURED, LAYOUT)
+    return written(tmp_path_factory.mktemp("page"), section)
 
 
 def test_the_page_is_self_contained(page):
@@ -582,11 +585,10 @@ def test_the_page_is_self_contained(page):
 
 def test_the_verdict_comes_first(page, tmp_path):
     assert page.index("The learned order is 97.3% valid in 2.00 steps; no rule was") < page.index("groups: &lt;16&gt;")
-    write_html(tmp_path / "page.html", [Section("one", "", [LEARNED, ONE, TWO], LAYOUT)])
     told = "better than every rule: 97.3% valid in 1.98 steps, against 29.6% with the best rule at equal steps (iid)."
-    assert f"<h1>The learned order is {told}</h1>" in (tmp_path / "page.html").read_text()
-    write_html(tmp_path / "page.html", [Section(name, "", [LEARNED, ONE, TWO], LAYOUT) for name in "ab"])
-    assert "<h1>In 2 of 2 runs the learned order is better" in (tmp_path / "page.html").read_text()
+    one, two = (Section(name, "", [LEARNED, ONE, TWO], LAYOUT) for name in "ab")
+    assert f"<h1>The learned order is {told}</h1>" in written(tmp_path, one)
+    assert "<h1>In 2 of 2 runs the learned order is better" in written(tmp_path, one, two)
 
 
 def test_verdicts():
@@ -660,8 +662,7 @@ def test_no_line_leads_across_a_gap(tmp_path):
     rules = [heuristic("iid", T, mean_steps=float(T), score=T / 20) for T in (2, 3, 4, 16)]
     (series,) = shared_series([("", rules)])
     assert series.joined == [False, True, True, False]
-    write_html(tmp_path / "page.html", [Section("one", "", rules, LAYOUT)])
-    (chart,) = Page((tmp_path / "page.html").read_text()).charts
+    (chart,) = Page(written(tmp_path, Section("one", "", rules, LAYOUT))).charts
     assert [point[5] for point in chart["series"][0]["points"]] == [False, True, True, False]
     lines = [
         line.get_xdata().tolist() for line in shared_plot([("", rules)]).axes[0].lines if len(line.get_xdata()) == 2
@@ -670,20 +671,17 @@ def test_no_line_leads_across_a_gap(tmp_path):
 
 
 def test_a_page_of_several_runs(tmp_path):
-    path = tmp_path / "report.html"
-    write_html(path, [Section("one", "", RECORDS, LAYOUT), Section("two", "", [order()], LAYOUT, BOUND)])
-    parsed = Page(path.read_text())
+    one, two = Section("one", "", RECORDS, LAYOUT), Section("two", "", [order()], LAYOUT, BOUND)
+    parsed = Page(written(tmp_path, one, two))
     assert parsed.count["section"] == 2
     assert len(parsed.charts) == 2
     assert {"true log-likelihood of the same sequences", "-0.5300", "-0.6100"} <= set(parsed.cells)
 
 
 def test_the_page_tells_the_comparison(tmp_path):
-    path = tmp_path / "report.html"
     paper = changed(LEARNED, selector="bernoulli", nothing_selected=0.0123)
     far = heuristic("margin", 16, mean_steps=16.0)
-    write_html(path, [Section("one", "which denoiser", [paper, ONE, TWO, far], LAYOUT)])
-    text = path.read_text()
+    text = written(tmp_path, Section("one", "which denoiser", [paper, ONE, TWO, far], LAYOUT))
     cells = Page(text).cells
     compared = comparison_table(COMPARED, [LEARNED])
     for part in (*compared.headings, *compared.rows[0], "mean score", "1.00–2.00"):
@@ -702,8 +700,7 @@ def test_training_curves(tmp_path):
     assert (stage, others, points[:2]) == ("order", [], [(0, -1.0), (5, -1 / 6)])
     assert len(points) == 200
     section = Section("one", "", [LEARNED], LAYOUT, training={"order": points}, recipe="a = '<script>'")
-    write_html(tmp_path / "page.html", [section])
-    text = (tmp_path / "page.html").read_text()
+    text = written(tmp_path, section)
     assert [chart["title"] for chart in Page(text).charts] == ["Quality against steps", "Training: order"]
     assert "a = &#x27;&lt;script&gt;&#x27;" in text
 
@@ -712,13 +709,11 @@ EVIL = "\x1b[2J\u202e<script>alert('&')</script>"
 
 
 def test_the_page_escapes_the_names_of_runs_and_rules(tmp_path):
-    path = tmp_path / "report.html"
     evil = changed(LEARNED, policy=f"{EVIL}, learned")
     one, rule = heuristic(EVIL, 1, mean_steps=1.0), heuristic(EVIL, 2, mean_steps=2.0)
     compared = compare([evil, rule, one])
     section = Section(EVIL, EVIL, [evil, rule, one, order(EVIL)], LAYOUT, None, EVIL, EVIL, training={EVIL: [(0, 1.0)]})
-    write_html(path, [section._replace(recipe=EVIL, orders=EVIL), section])
-    text = path.read_text()
+    text = written(tmp_path, section._replace(recipe=EVIL, orders=EVIL), section)
     assert text.count("<script") == 2, "ours"
     assert text.count("&lt;script&gt;") > 6
     assert "b" not in Page(text).count
@@ -734,9 +729,8 @@ def test_runs_of_the_same_task_share_a_plot(tmp_path):
     alone = Section("d", "", [LEARNED], LAYOUT, run="d", task="groups 2")
     assert together([one, alone, two, three]) == [[one, two, three]]
     assert together([one, alone]) == []
-    path = tmp_path / "report.html"
-    write_html(path, [one, alone, two])
-    parsed, text = Page(path.read_text()), path.read_text()
+    text = written(tmp_path, one, alone, two)
+    parsed = Page(text)
     assert parsed.count["section"] == 1 + 3
     assert len(parsed.charts) == 1 + 3
     assert text.index("<h2>groups: a, b</h2>") < text.index("<h2>a</h2>"), "the shared plot comes first"

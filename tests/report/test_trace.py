@@ -15,9 +15,9 @@ from tokenizers.models import WordPiece
 from torch import nn
 
 import unmask
+from tests.commands import exit_code
 from tests.studies.test_study import DENOISER
 from tests.tasks.test_gsm8k import TEST, many, write_jsonl
-from tests.test_cli import call, refused  # noqa: F401
 from tests.test_display import HIDDEN
 from unmask.decoding.policies import LeftToRight, TopProbability
 from unmask.decoding.tokens import TokenChoice
@@ -180,29 +180,24 @@ def test_an_animation_shows_every_step_in_place(task):
     assert shown.rstrip().endswith("\x1b[2K"), "and removed"
 
 
-def test_watching_on_the_command_line(run, call, refused, monkeypatch):  # noqa: F811
+def test_watching_on_the_command_line(run, ok, refused, monkeypatch):
     """On a terminal: rules one below the other, what is finished stays; then the result, once."""
     frames: list[list[tuple[str, int]]] = []
     monkeypatch.setattr("rich.console.Console", partial(Console, force_interactive=True))
     shown = nullcontext(lambda written: frames.append([(w.policy, w.num_steps) for w in written]))
     monkeypatch.setattr("unmask.report.trace.animation", lambda console: shown)
     words = ["sample", run, "--split", "test", "--policy", "left-to-right", "--policy", "top-prob", "--steps", "2"]
-    code, out, err = call(*words, "--num", "1", "--watch")
-    assert code == 0, err
+    out = ok(*words, "--num", "1", "--watch")
     first = [[("left-to-right", i)] for i in range(3)]
     assert frames == [*first, *([("left-to-right", 2), ("top-prob", i)] for i in range(3)), []]
-    assert out == call(*words, "--num", "1")[1]
+    assert out == ok(*words, "--num", "1")
     assert "leave out --watch" in refused(*words, "--watch", "--find", "wrong,wrong")
 
 
 @pytest.fixture(scope="module")
 def run(folder):
-    from unmask.cli import main
-
     options = ["--set", f"task.folder={folder}", "--set", f"task.cache={folder / 'cache'}"]
-    with pytest.raises(SystemExit) as caught:
-        main(["train", str(folder / "denoiser.toml"), "--out", str(folder / "run"), *options, "--cpu"])
-    assert not caught.value.code
+    assert exit_code("train", folder / "denoiser.toml", "--out", folder / "run", *options, "--cpu") == 0
     return folder / "run"
 
 
@@ -223,10 +218,9 @@ def test_problems_in_the_viewer(run, task):
     assert (heat["first"], heat["groups"]) == (100, [list(range(100, 140))])
 
 
-def test_on_the_command_line(run, tmp_path, call, monkeypatch):  # noqa: F811
+def test_on_the_command_line(run, tmp_path, ok, monkeypatch):
     words = ["sample", run, "--split", "test", "--example", "1", "--policy", "left-to-right", "--policy", "top-prob"]
-    code, shown, err = call(*words, "--steps", "3", "--trace", "--svg", tmp_path / "deep" / "a.svg")
-    assert code == 0, err
+    shown = ok(*words, "--steps", "3", "--trace", "--svg", tmp_path / "deep" / "a.svg")
     assert TEST[1].question in " ".join(shown.split())
     assert TEST[0].question not in " ".join(shown.split())
     assert shown.count("3 steps, wrong") == 2
@@ -234,7 +228,7 @@ def test_on_the_command_line(run, tmp_path, call, monkeypatch):  # noqa: F811
     assert "░ end of sequence" in shown
     assert len(re.findall(r"^  [123]   ", shown, flags=re.M)) == 6
     monkeypatch.setenv("COLUMNS", "40")
-    narrow = call(*words, "--steps", "3", "--trace")[1].splitlines()[1:]
+    narrow = ok(*words, "--steps", "3", "--trace").splitlines()[1:]
     told = narrow[narrow.index("left-to-right:") :]
     assert max(map(len, told)) <= 40
     assert len(told) > 2 * 5, "the response of 40 tokens takes two lines"
@@ -242,20 +236,19 @@ def test_on_the_command_line(run, tmp_path, call, monkeypatch):  # noqa: F811
     assert "left-to-right: </tspan>" in (tmp_path / "deep" / "a.svg").read_text()
 
 
-def test_a_picture_replaces_only_a_picture(run, tmp_path, call, refused):  # noqa: F811
+def test_a_picture_replaces_only_a_picture(run, tmp_path, ok, refused):
     words, path = ["sample", run, "--num", "1", "--steps", "1", "--svg"], tmp_path / "a.svg"
     for _ in range(2):
-        assert call(*words, path)[0] == 0
+        ok(*words, path)
     path.write_text("<svg>a drawing of my own</svg>")
     assert f"{path} exists and is no picture of unmask" in refused(*words, path)
     assert path.read_text() == "<svg>a drawing of my own</svg>"
 
 
-def test_examples_are_found_by_what_comes_of_them(run, call, refused, monkeypatch):  # noqa: F811
+def test_examples_are_found_by_what_comes_of_them(run, ok, refused, monkeypatch):
     """The first ones where the two rules are as asked; the model is untrained, so the verdict is planted."""
     words = ["sample", run, "--split", "test", "--policy", "top-prob", "--policy", "left-to-right", "--steps", "2"]
-    code, shown, _ = call(*words, "--find", "wrong,wrong", "--num", "1")
-    assert code == 0
+    shown = ok(*words, "--find", "wrong,wrong", "--num", "1")
     assert shown.count("2 steps, wrong") == 2
     assert "in none of 2 examples are top-prob, left-to-right right,wrong" in refused(*words, "--find", "right,wrong")
 
@@ -265,11 +258,10 @@ def test_examples_are_found_by_what_comes_of_them(run, call, refused, monkeypatc
 
     seen: list[str] = []
     monkeypatch.setattr(GSM8K, "valid", verdict)  # the first rule is wrong, the second right
-    code, shown, _ = call(*words, "--find", "wrong,right")
-    assert code == 0
+    shown = ok(*words, "--find", "wrong,right")
     assert shown.count("answer:") == 2
     seen.clear()
-    assert call(*words, "--find", "right,wrong")[0] == 2
+    refused(*words, "--find", "right,wrong")
     assert len(seen) == 2, "a rule that is not as asked is the last one tried"
     for wrong in ("right", "right,right,right", "right,maybe"):
         assert "--find takes right or wrong for each --policy" in refused(*words, "--find", wrong)
@@ -298,17 +290,16 @@ def test_words_keep_the_spaces_between_them(tmp_path):
     assert text(spans(task, [0, 1, 2, 2, 3, 2], [0] * 6)) == "unmask it it·it"
 
 
-def test_a_prompt_of_the_users_own(run, call, refused, task):  # noqa: F811
+def test_a_prompt_of_the_users_own(run, ok, refused, task):
     """As if it were that of a held-out problem, but that nobody knows the answer."""
     question = TEST[0].question
     words = ["sample", run, "--policy", "top-prob", "--steps", "2", "--split", "test"]
-    code, shown, err = call(*words, "--prompt", question, "--prompt", "How many?")
-    assert code == 0, err
+    shown = ok(*words, "--prompt", question, "--prompt", "How many?")
     assert question in " ".join(shown.split())
     assert "1  How many?" in shown
     assert shown.count("2 steps\n") == 2
     assert "answer:" not in shown
-    as_held_out = call(*words, "--example", "0")[1]
+    as_held_out = ok(*words, "--example", "0")
     assert as_held_out.splitlines()[-1].replace(", wrong", "") in shown
     long = refused(*words, "--prompt", "why " * 200)
     assert re.search(r"the prompt has \d+ tokens, and task gsm8k has room for 100: give a shorter prompt", long)

@@ -27,8 +27,8 @@ def address(models, request):
 
 
 @contextmanager
-def opened(browser, address, errors=None, **options):
-    """A page; nothing may appear in its console, unless it is collected in `errors`."""
+def opened(browser, address, errors=None, wait=True, **options):
+    """A page, once it can be used; nothing may appear in its console, unless it is collected in `errors`."""
     found = [] if errors is None else errors
     context = browser.new_context(**{"viewport": {"width": 1200, "height": 760}, **options})
     page = context.new_page()
@@ -36,6 +36,8 @@ def opened(browser, address, errors=None, **options):
     page.on("console", lambda message: found.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: found.append(str(error)))
     page.goto(address)
+    if wait:
+        ready(page)
     yield page
     context.close()
     assert errors is not None or found == []
@@ -49,6 +51,11 @@ def finish(page):
     playwright.expect(page.locator("#verdict")).to_contain_text(" wrote ")
 
 
+def race(page):
+    page.click("#write")
+    finish(page)
+
+
 def tokens(page, lane=0):
     return page.locator(".lane").nth(lane).locator(".token").all_inner_texts()
 
@@ -60,9 +67,7 @@ def assert_accessible(page):
 
 def test_two_rules_race(browser, address, request):
     with opened(browser, address) as page:
-        ready(page)
-        page.click("#write")
-        finish(page)
+        race(page)
         assert page.locator(".lane h2").all_inner_texts() == ["learned", "top-prob"]
         assert re.fullmatch(
             r"learned wrote a (right|wrong) answer in \d steps?; top-prob wrote a (right|wrong) answer in \d steps?\.",
@@ -95,7 +100,6 @@ def test_two_rules_race(browser, address, request):
 
 def test_the_keyboard_is_enough(browser, address):
     with opened(browser, address) as page:
-        ready(page)
         page.focus("#model")
         for wanted in ("source", "example", "another", "first", "second", "steps", "temperature", "seed", "write"):
             page.keyboard.press("Tab")
@@ -126,7 +130,6 @@ def test_stopping_leaves_the_server(browser, models, monkeypatch):
         held(monkeypatch) as gate,
         opened(browser, str(client.base_url)) as page,
     ):
-        ready(page)
         page.click("#write")
         playwright.expect(page.locator(".lane .mask")).to_have_count(8)
         page.keyboard.press("Escape")
@@ -143,7 +146,6 @@ def test_stopping_leaves_the_server(browser, models, monkeypatch):
 def test_who_stops_to_look_is_told_the_end(browser, address):
     """All has come long before it has been shown."""
     with opened(browser, address) as page:
-        ready(page)
         page.select_option("#model", "texts")
         page.fill("#first", "left-to-right")
         page.fill("#second", "")
@@ -161,17 +163,14 @@ def test_who_stops_to_look_is_told_the_end(browser, address):
 
 def test_an_order_for_two_steps_races_a_rule_with_more(browser, address):
     with opened(browser, address) as page:
-        ready(page)
         page.select_option("#model", "puzzle")
         page.fill("#steps", "4")
-        page.click("#write")
-        finish(page)
+        race(page)
         assert [text.split("at most ")[1] for text in page.locator(".of").all_inner_texts()] == ["2,", "4,"]
 
 
 def test_what_is_left_out_is_asked_for(browser, address):
     with opened(browser, address) as page:
-        ready(page)
         page.select_option("#model", "pairs")
         assert page.get_attribute("#example", "max") == "3"
         page.select_option("#model", "puzzle")
@@ -184,13 +183,11 @@ def test_what_is_left_out_is_asked_for(browser, address):
 
 def test_a_text_of_ones_own_is_text(browser, address):
     with opened(browser, address) as page:
-        ready(page)
         page.select_option("#model", "texts")
         page.check("#own")
         page.fill("#prompt", "<script>x()")
         page.fill("#second", "")
-        page.click("#write")
-        finish(page)
+        race(page)
         assert page.inner_text("#question") == "<script>x()"
         assert page.is_visible("#ends")
         assert page.locator(".lane").count() == 1
@@ -208,32 +205,28 @@ def test_a_text_of_ones_own_is_text(browser, address):
 
 def test_what_goes_wrong_is_told(browser, address, models):
     with opened(browser, address, errors=[]) as page:
-        ready(page)
         page.fill("#first", "margn")
         page.click("#write")
         page.wait_for_selector("#verdict.failed")
         assert "did you mean 'margin'?" in page.inner_text("#verdict")
     with (
         serving(models[2:], limits=Limits(token="secret")) as (client, _),
-        opened(browser, str(client.base_url), errors=[]) as page,
+        opened(browser, str(client.base_url), errors=[], wait=False) as page,
     ):
         page.wait_for_selector("#token:visible")
         page.fill("#token", "secret")
         page.keyboard.press("Enter")
         ready(page)
-        page.click("#write")
-        finish(page)
+        race(page)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("path", ["/", "/docs"])
 def test_a_narrow_page(browser, address, scheme, path):
     narrow = {"viewport": {"width": 420, "height": 800}, "color_scheme": scheme, "reduced_motion": "reduce"}
-    with opened(browser, address + path, **narrow) as page:
+    with opened(browser, address + path, wait=path == "/", **narrow) as page:
         if path == "/":
-            ready(page)
-            page.click("#write")
-            finish(page)
+            race(page)
         else:
             page.wait_for_selector("section.call >> nth=5")
             assert "Bearer TOKEN" in page.locator("#about code").inner_text()

@@ -19,7 +19,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.evaluation.test_blocks import FAST
 from tests.serve.serving import alone, events, held, served, serving, wait_for, without_times
-from tests.test_bad_input import call
 from tests.test_benchmarks import load
 from unmask.decoding.open_batch import OpenBatch
 from unmask.recipe import load_recipe
@@ -36,6 +35,11 @@ ROWS = 4
 def running(models):
     with serving(models, ROWS) as (client, server):
         yield client, server
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    return running[0]
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +98,7 @@ def json_like(value):
     return {**value, "tokens": [list(token) for token in value["tokens"]]}
 
 
-def test_a_stream_shows_every_step_and_ends_with_the_answer(running):
-    client, _ = running
+def test_a_stream_shows_every_step_and_ends_with_the_answer(client):
     body = {"model": "pairs", "example": 1, "policy": "margin", "steps": 4, "seed": 3}
     plain = client.post("/v1/generate", json=body).json()
     with client.stream("POST", "/v1/generate", json={**body, "stream": True}) as response:
@@ -114,16 +117,13 @@ def test_a_stream_shows_every_step_and_ends_with_the_answer(running):
     assert (plain["steps"], plain["passes"], plain["budget"]) == (4, 4, 4)
 
 
-def test_the_command_repeats_it(running, capsys):
-    client, _ = running
+def test_the_command_repeats_it(client, ok):
     for body in ({"example": 2}, {"prompt": "a _ b _"}):
         found = client.post("/v1/generate", json={"model": "puzzle", "policy": "iid", "seed": 7, **body}).json()
         words = found["command"].replace("'", "").split(" --trace")[0].split()
         if "prompt" in body:
             words = [*words[: words.index("--prompt=a")], "--prompt=a _ b _", *words[words.index("--prompt=a") + 4 :]]
-        assert call(*words[1:]) == 0
-        shown = capsys.readouterr().out
-        assert " ".join(text for text, _ in found["tokens"]) in shown
+        assert " ".join(text for text, _ in found["tokens"]) in ok(*words[1:])
     texts = {"model": "texts", "prompt": "a"}
     assert client.post("/v1/generate", json={**texts, "max_tokens": 19}).json()["command"]
     cut = client.post("/v1/generate", json={**texts, "max_tokens": 5}).json()
@@ -132,8 +132,7 @@ def test_the_command_repeats_it(running, capsys):
     assert quoted("a b") == "'a b'"
 
 
-def test_what_there_is(running):
-    client, _ = running
+def test_what_there_is(client):
     assert client.get("/healthz").json()["status"] == "ok"
     pairs, texts, puzzle = client.get("/v1/models").json()["data"]
     assert (pairs["id"], pairs["steps"], pairs["prices"], pairs["any_steps"]) == ("pairs", 4, [0.02, 2.0], True)
@@ -206,8 +205,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_answered_is_told_why(running, name):
-    client, _ = running
+def test_what_cannot_be_answered_is_told_why(client, name):
     body, status, reason = BAD[name]
     completion = name in list(BAD)[list(BAD).index("completion without prompt") :]
     path, as_json = "/v1/completions" if completion else "/v1/generate", {"content-type": "application/json"}
@@ -225,8 +223,7 @@ def test_a_block_causal_run_has_its_steps_in_each_block(in_blocks):
         assert answer.json()["budget"] == 4
 
 
-def test_a_rule_may_need_the_frequencies_of_tokens(running):
-    client, _ = running
+def test_a_rule_may_need_the_frequencies_of_tokens(client):
     answer = client.post("/v1/generate", json={**GENERATE, "policy": "pc-sampler"})
     assert answer.status_code == 200, answer.text
 
@@ -242,8 +239,7 @@ def test_a_network_inside_blocks_has_the_denoiser_it_was_trained_with(in_blocks,
         assert in_blocks.denoiser(in_blocks._rule(policy)) is denoiser
 
 
-def test_what_is_no_request(running):
-    client, _ = running
+def test_what_is_no_request(client):
     as_json = {"content-type": "application/json"}
     for content in (b"{", b"", b"\xff\xfe\x00", b"[" * 100_000, b'{"prompt": "a\x00b"}', b'{"prompt": "a\nb"}'):
         answer = client.post("/v1/generate", content=content, headers=as_json)
@@ -259,8 +255,7 @@ def test_what_is_no_request(running):
     assert "<" not in lost.text
 
 
-def test_a_body_of_ten_megabytes_is_refused_and_does_no_harm(running):
-    client, _ = running
+def test_a_body_of_ten_megabytes_is_refused_and_does_no_harm(client):
     large = b'{"prompt": "' + b"a" * 10_000_000 + b'"}'
     pieces = (large[start : start + 65536] for start in range(0, len(large), 65536))
     for content in (large, pieces):  # of a length that is told, and of one that is not
@@ -271,8 +266,7 @@ def test_a_body_of_ten_megabytes_is_refused_and_does_no_harm(running):
 
 
 @pytest.mark.parametrize("prompt", ["<script>", "a\x00\x1b[31mb", "</s>\u202e", "\r\n\r\nevent: x"])
-def test_nothing_in_an_answer_is_markup_or_steers_anything(running, prompt):
-    client, _ = running
+def test_nothing_in_an_answer_is_markup_or_steers_anything(client, prompt):
     for body in ({"model": "texts", "prompt": prompt[:12]}, {"model": "texts", "prompt": prompt[:12], "stream": True}):
         answer = client.post("/v1/generate", json=body)
         assert answer.status_code == 200
@@ -443,9 +437,8 @@ def test_an_answer_does_not_wait_for_a_packet_to_fill():
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def test_the_command_line_refuses_in_one_line(runs, capsys):
+def test_the_command_line_refuses_in_one_line(runs, refused):
     with serving(served(runs / "puzzle")) as (client, _):
-        assert call("serve", runs / "puzzle", "--cpu", "--port", client.base_url.port) == 2
-        assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
-    assert call("serve", runs / "puzzle", runs / "puzzle", "--cpu") == 2
-    assert "two of these runs have the same name" in capsys.readouterr().err
+        said = refused("serve", runs / "puzzle", "--cpu", "--port", client.base_url.port)
+        assert "cannot listen on 127.0.0.1" in said
+    assert "two of these runs have the same name" in refused("serve", runs / "puzzle", runs / "puzzle", "--cpu")

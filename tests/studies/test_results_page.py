@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from tests.evaluation.by_hand import LEARNED, changed
-from tests.test_cli import call, refused  # noqa: F401
 from unmask.evaluation.compare import Gain
 from unmask.evaluation.records import append_records
 from unmask.jsonl import append_jsonl
@@ -23,7 +22,6 @@ COMMON = {
     "num_examples": 6000,
     "temperature": 0.0,
 }
-OVERLONG = {"overlong": 0.0005}  # 3 of 6,000
 
 
 def record(policy="learned", T=5, seed=0, **values):
@@ -182,7 +180,7 @@ def test_what_was_evaluated_otherwise_is_not_mixed_in(folder, tmp_path):
     assert all(f"(page/{name})" in (tmp_path / "page.md").read_text() for name in drawn)
 
 
-def test_a_run_is_no_folder_of_records(folder, refused, tmp_path):  # noqa: F811
+def test_a_run_is_no_folder_of_records(folder, refused, tmp_path):
     (folder / "recipe.json").write_text("{}")
     assert "is a run: give a study's OUT/results" in refused("report", folder, "--markdown", tmp_path / "page.md")
 
@@ -237,15 +235,15 @@ def test_rules_of_one_order_are_not_mixed_up(folder):
     assert shown["learned, frozen, sampled"] == [pytest.approx(0.474), 0.575]
 
 
-def test_a_page_is_written_again_and_one_by_hand_is_not(folder, tmp_path, call, refused):  # noqa: F811
+def test_a_page_is_written_again_and_one_by_hand_is_not(folder, tmp_path, ok, refused):
     page = tmp_path / "docs" / "tables.md"
-    assert call("report", folder, "--markdown", page)[0] == 0
+    ok("report", folder, "--markdown", page)
     text = page.read_text()
     assert text.startswith(f"{BEGIN}\n\n# ")
     first = {path.name: path.read_bytes() for path in (tmp_path / "docs" / "tables").iterdir()}
     assert set(first) == {"small-new-numbers.svg", "small-test.svg"}
     page.write_text(f"{BEGIN}\nold\n")
-    assert call("report", folder, "--markdown", page)[0] == 0
+    ok("report", folder, "--markdown", page)
     assert page.read_text() == text
     assert {path.name: path.read_bytes() for path in (tmp_path / "docs" / "tables").iterdir()} == first
     page.write_text("# Mine\n")
@@ -253,7 +251,7 @@ def test_a_page_is_written_again_and_one_by_hand_is_not(folder, tmp_path, call, 
     assert page.read_text() == "# Mine\n"
 
 
-def test_bad_folders(folder, tmp_path, refused):  # noqa: F811
+def test_bad_folders(folder, tmp_path, refused):
     page = tmp_path / "page.md"
     assert "no such folder" in refused("report", tmp_path / "nothing", "--markdown", page)
     (tmp_path / "empty").mkdir()

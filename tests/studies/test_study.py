@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import exit_code
 from tests.evaluation.by_hand import LEARNED
 from tests.evaluation.test_compare import learned, result
 from tests.tasks.test_gsm8k import TEST, many, write_jsonl
-from tests.test_cli import call, refused  # noqa: F401
 from tests.training.small import contents, json_lines
 from unmask import files
-from unmask.cli import main
 from unmask.errors import UserError
 from unmask.evaluation.compare import Gain
 from unmask.evaluation.records import read_records
@@ -140,9 +139,8 @@ def run(folder, out, *wanted, stop_at=None):
                 ended(job, 75, time.time(), 0.5)
                 raise KeyboardInterrupt
             ran.append(words)
-            with process_settings(), pytest.raises(SystemExit) as caught:
-                main(words)
-            assert not caught.value.code
+            with process_settings():
+                assert exit_code(*words) == 0
             ended(job, 0, time.time(), 0.5)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -411,25 +409,22 @@ def test_a_run_of_another_recipe_is_not_taken(study, tmp_path):
     assert run(study, out, "denoiser") == [], "what it says of its evaluation does not change the model"
 
 
-def test_on_the_command_line(study, tmp_path, call, refused):  # noqa: F811
+def test_on_the_command_line(study, tmp_path, ok, refused):
     words = ["reproduce", study / "study.toml", "--out", tmp_path / "runs", "--cpu"]
     sets = [word for option in options(study) for word in ("--set", option)]
-    code, text, _ = call(*words, *sets, "--dry-run")
-    assert code == 0
+    text = ok(*words, *sets, "--dry-run")
     assert not (tmp_path / "runs").exists()
     commands = [shlex.split(line) for line in text.splitlines()]
     assert len(commands) == 22
     assert all(command[0] == "unmask" for command in commands)
     assert [command for command in commands if "#" in command] == commands[19:], "on test, all but the orders"
     for stage, jobs in (("frozen-seed1", 1), ("frozen", 2)):
-        needs = refused(*words, *sets, "--stage", stage, "--jobs", jobs)
+        needs = refused(*words, *sets, "--stage", stage, "--jobs", jobs, begun=True)
         assert f"needs {tmp_path / 'runs' / 'denoiser'}: add --stage denoiser" in needs
-    code, text, err = call(*commands[0][1:])
-    assert code == 0, err
-    code, text, err = call(*words, *sets, "--stage", "denoiser")
-    assert code == 0, err
+    text = ok(*commands[0][1:])
+    text = ok(*words, *sets, "--stage", "denoiser")
     assert "[1/1] denoiser: done before" in text
-    _, text, _ = call(*words, *sets, "--dry-run", "--set", "frozen:order.tau=0.2", "--set", "frozen-seed1:order.clip=2")
+    text = ok(*words, *sets, "--dry-run", "--set", "frozen:order.tau=0.2", "--set", "frozen-seed1:order.clip=2")
     lines = text.splitlines()
     assert [("order.tau=0.2" in line, "order.clip=2" in line) for line in lines[:4]] == [
         (False, False),
@@ -445,55 +440,31 @@ def test_on_the_command_line(study, tmp_path, call, refused):  # noqa: F811
     assert "no study 'gsm8k-30'; did you mean 'gsm8k-30m'?" in refused("reproduce", "gsm8k-30", "--out", tmp_path / "x")
 
 
-WRONG = {
-    "twice": ('name = "joint"', 'name = "frozen"', "two stages are called 'frozen'"),
-    **{
-        f"called {name}": ('name = "joint"', f'name = "{name}"', f"a run cannot be called '{name}'")
+WRONG = [
+    ('name = "joint"', 'name = "frozen"', "two stages are called 'frozen'"),
+    *(
+        ('name = "joint"', f'name = "{name}"', f"a run cannot be called '{name}'")
         for name in ("../joint", "..", "a/b", "results")
-    },
-    "no such baseline": (
-        'baseline = "con',
-        'baseline = "dis',
-        "shared has the baseline 'distinued', which is no run bef",
     ),
-    "seeds of its own": (
+    ('baseline = "con', 'baseline = "dis', "shared has the baseline 'distinued', which is no run bef"),
+    (
         '"order.from_init=true"]\nseeds = [0, 1]',
         '"order.from_init=true"]\nseeds = [1, 2]',
         "shared starts from 'frozen', which has seeds of its own",
     ),
-    "no such denoiser": (
-        'baseline = "con',
-        'denoiser = "con2',
-        "shared is evaluated on 'con2tinued', which is no run before it",
-    ),
-    "denoiser of several seeds": (
-        'baseline = "continued',
-        'denoiser = "frozen',
-        "shared is evaluated on 'frozen', which has seeds of its own",
-    ),
-    "no such run to evaluate": (
-        'split = "test"',
-        'split = "test"\nruns = ["frozne"]',
-        "test: no run 'frozne'; did you mean 'frozen'?",
-    ),
-    "start that comes later": (
-        'start = "denoiser"',
-        'start = "continued"',
-        "frozen starts from 'continued', which is no run before it",
-    ),
-    "no such start": ('start = "denoiser"', 'start = "denoisr"', "starts from 'denoisr', which is no run before it"),
-    "unknown key": ("others =", "other =", "unknown key 'other'; did you mean 'others'?"),
-    "no learned rule": (
-        'learned_tried = ["learned(d',
-        'learned_tried = ["margin", "l(',
-        "'margin' is no learned order",
-    ),
-    "not TOML": ("[[train]]", "[[train", "is not valid TOML"),
-}
+    ('baseline = "con', 'denoiser = "con2', "shared is evaluated on 'con2tinued', which is no run before it"),
+    ('baseline = "continued', 'denoiser = "frozen', "shared is evaluated on 'frozen', which has seeds of its own"),
+    ('split = "test"', 'split = "test"\nruns = ["frozne"]', "test: no run 'frozne'; did you mean 'frozen'?"),
+    ('start = "denoiser"', 'start = "continued"', "frozen starts from 'continued', which is no run before it"),
+    ('start = "denoiser"', 'start = "denoisr"', "starts from 'denoisr', which is no run before it"),
+    ("others =", "other =", "unknown key 'other'; did you mean 'others'?"),
+    ('learned_tried = ["learned(d', 'learned_tried = ["margin", "l(', "'margin' is no learned order"),
+    ("[[train]]", "[[train", "is not valid TOML"),
+]
 
 
-def test_a_study_that_makes_no_sense(tmp_path, refused):  # noqa: F811
-    for old, new, expected in WRONG.values():
+def test_a_study_that_makes_no_sense(tmp_path, refused):
+    for old, new, expected in WRONG:
         path = tmp_path / "study.toml"
         path.write_text(STUDY.replace(old, new, 1))
         assert expected in refused("reproduce", path, "--out", tmp_path / "runs")
@@ -501,7 +472,7 @@ def test_a_study_that_makes_no_sense(tmp_path, refused):  # noqa: F811
     assert "an order needs a denoiser" in refused("reproduce", path, "--out", tmp_path / "runs", "--dry-run")
 
 
-def test_orders_that_would_be_taken_for_seeds_of_one_are_refused(study, tmp_path, call, refused):  # noqa: F811
+def test_orders_that_would_be_taken_for_seeds_of_one_are_refused(study, tmp_path, ok, refused):
     """Their records say the model, the budget, whether the denoiser learned along, and the seed."""
     words = ["reproduce", tmp_path / "study.toml", "--out", tmp_path / "runs", "--dry-run"]
     for name in ("denoiser", "order"):
@@ -510,10 +481,10 @@ def test_orders_that_would_be_taken_for_seeds_of_one_are_refused(study, tmp_path
     assert "frozen-seed0 and frozen-seed1 have the same budget and the same seed" in refused(*words, "--set", "seed=3")
     (tmp_path / "study.toml").write_text(STUDY.replace("order.denoiser_rate=1e-4", "order.tau=0.2", 1))
     assert "frozen-seed0 and joint have the same budget and the same seed: set another model.label" in refused(*words)
-    assert call(*words, "--set", "joint:model.label=warm")[0] == 0
+    ok(*words, "--set", "joint:model.label=warm")
 
 
-def test_a_baseline_that_does_not_fit_its_orders_is_refused_at_once(study, refused):  # noqa: F811
+def test_a_baseline_that_does_not_fit_its_orders_is_refused_at_once(study, refused):
     words = ["reproduce", study / "study.toml", "--out", study / "nowhere", "--dry-run", "--set"]
     said = refused(*words, "shared-seed1:order.updates=9")
     assert "continued has denoise.updates = 2: as the baseline of shared-seed1 it must have 9" in said

@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.commands import exit_code
 from tests.evaluation.test_curve import PRICED
-from tests.test_cli import call  # noqa: F401
 from tests.training.small import json_lines
 from unmask import files
-from unmask.cli import main
 from unmask.errors import UserError
 from unmask.evaluation.compare import Gain
 from unmask.evaluation.curve import Curve
@@ -68,9 +67,8 @@ def study(tmp_path_factory):
 
     def run_here(jobs, at_once, began, ended):
         for job in jobs:
-            with process_settings(), pytest.raises(SystemExit) as caught:
-                main(job.command[job.command.index("unmask") + 1 :])
-            assert not caught.value.code
+            with process_settings():
+                assert exit_code(*job.command[job.command.index("unmask") + 1 :]) == 0
             ended(job, 0, 0.0, 0.5)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -120,23 +118,22 @@ def test_the_curves_of_both_seeds_are_kept(study):
     assert len(json_lines(results / "study" / "stages.jsonl")) == 10
 
 
-def test_the_page_shows_the_curve_and_not_every_point(study, call, tmp_path):  # noqa: F811
+def test_the_page_shows_the_curve_and_not_every_point(study, ok, tmp_path):
     results = study / "runs" / "results"
     text = tables(read_results(results), "plots")
     assert "**tiny, frozen:** learned (mean of 2 seeds) is " in text
     assert "(plots/study-test-tiny-curve.svg)" in text
     assert "learned(price" not in text
     assert len(text.splitlines()) < 150
-    assert call("report", results, "--markdown", tmp_path / "page.md")[0] == 0
+    ok("report", results, "--markdown", tmp_path / "page.md")
     plots = {f"study-test-{model}-curve.svg" for model in ("tiny", "from-exact")}
     assert {path.name for path in (tmp_path / "page").iterdir()} == plots
 
 
-def test_a_report_of_a_run_shows_its_curve(study, call, tmp_path):  # noqa: F811
+def test_a_report_of_a_run_shows_its_curve(study, ok, tmp_path):
     """Beside the rules of the recipe; what else was swept has no row."""
-    code, _, _ = call("report", study / "runs" / "denoiser", "--out", tmp_path / "page.html")
+    ok("report", study / "runs" / "denoiser", "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert code == 0
     assert "There is no learned order here; the best rule reaches" in page
     assert "top-prob @ 2" in page
     assert "threshold:0.99 @ 3</td><td>" not in page

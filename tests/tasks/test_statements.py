@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sysconfig
 import warnings
 from dataclasses import replace
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from unmask.cli import main
 from unmask.errors import UserError
 from unmask.tasks.statements import CACHE_FILE, Statements, _python_files, is_statement, statements_in
 
@@ -218,13 +218,12 @@ def test_bad_input_is_one_line(tmp_path):
         ({"folder": str(tmp_path / "few" / "empty")}, "no statement is in the 0 Python files of"),
         ({"folder": str(tmp_path / "few")}, "no statement of at most 64 characters is left for dev: set length higher"),
     ):
-        with pytest.raises(UserError, match=r"\A[^\n]+\Z") as error:
+        with pytest.raises(UserError, match=re.escape(said)):
             Statements(cache=str(tmp_path / "cache"), **options).examples(torch.arange(1), "train")
-        assert said in str(error.value)
 
 
 @pytest.mark.parametrize("form", ["whole", "infill"])
-def test_from_training_to_a_sample(folder, tmp_path, form, capsys):
+def test_from_training_to_a_sample(folder, tmp_path, form, ok):
     options = {
         "task.folder": folder, "task.cache": tmp_path / "cache", "task.form": form, "threads": 1,
         "model.width": 16, "model.layers": 1, "model.intermediate": 16, "model.selector.width": 8,
@@ -232,15 +231,9 @@ def test_from_training_to_a_sample(folder, tmp_path, form, capsys):
     }  # fmt: skip
     overrides = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]
     run = str(tmp_path / "run")
-    for command in (
-        ["train", "statements-small-self", "--out", run, "--cpu", *overrides],
-        ["evaluate", run, "--examples", "5", "--policy", "learned", "--policy", "eb:0.5", "--steps", "3", "--cpu"],
-        ["sample", run, "--policy", "top-prob", "--num", "1", "--steps", "2"],
-    ):
-        with pytest.raises(SystemExit) as left:
-            main(command)
-        out, err = capsys.readouterr()
-        assert not left.value.code, err
+    ok("train", "statements-small-self", "--out", run, "--cpu", *overrides)
+    ok("evaluate", run, "--examples", "5", "--policy", "learned", "--policy", "eb:0.5", "--steps", "3", "--cpu")
+    out = ok("sample", run, "--policy", "top-prob", "--num", "1", "--steps", "2")
     assert ('"characters"' in Path(run, "results.jsonl").read_text()) == (form == "whole")
     if form == "infill":  # the characters around the span are shown with it
         task = Statements(form=form, folder=str(folder), cache=str(tmp_path / "cache"), length=32)

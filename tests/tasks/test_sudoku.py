@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import zlib
 from dataclasses import replace
 from functools import cache
@@ -366,9 +367,8 @@ def test_what_is_wrong_with_a_line_is_said_with_its_number(tmp_path, capsys):
         file = tmp_path / "mine.txt"
         file.write_text(f"{PUZZLE}\n\n{line}\n")
         task = Sudoku(file=str(file), cache=str(tmp_path))
-        with pytest.raises(UserError, match=r"\A[^\n]+\Z") as error:
+        with pytest.raises(UserError, match=re.escape(f"mine.txt, line 3: {said}")):
             task.examples(torch.arange(1), "train")
-        assert f"mine.txt, line 3: {said}" in str(error.value)
     for box, line in [(2, f"{PUZZLE},{SOLUTION}"), (3, "12..34..2.4.4...")]:
         file.write_text(line)
         said = rf"line 1 has {len(line.split(',')[0])} cells: set task.box to {5 - box}, or give {box**4} cells"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,11 +84,16 @@ def small_model(
         tau=tau,
     )
     model = OrderModel(config, word_level_tokenizer([f"w{i}" for i in range(vocab_size)])).double()
+    return randomised(model, seed=seed)
+
+
+@torch.no_grad()
+def randomised(module: Any, std: float = 0.4, seed: int = 0) -> Any:
+    """The network itself, with other weights."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.4, generator=generator)
-    return model
+    for parameter in module.parameters():
+        parameter.normal_(std=std, generator=generator)
+    return module
 
 
 def padded(sequences: list[list[int]], responses: list[list[bool]], left: bool = False, extra: int = 0) -> Examples:

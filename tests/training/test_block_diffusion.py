@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.small import padded
+from tests.training.small import padded, randomised
 from unmask.decoding.blocks import block_causal, block_numbers
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import Learned
@@ -32,12 +32,7 @@ def block_model(size=SIZE, budget=2, prices=(), scorer=True):
     shape = BackboneConfig(16, 2, 2, 16, max_length=8, absolute_positions=True, block_size=size)
     selector = SelectorConfig(8, 1, 2, budget, positions=8, prices=prices, block_size=size)
     config = OrderModelConfig(3, shape, selector=selector, scorer=shape if scorer else None, tau=0.3)
-    model = OrderModel(config, word_level_tokenizer(["w0", "w1", "w2"])).double()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.4, generator=generator)
-    return model
+    return randomised(OrderModel(config, word_level_tokenizer(["w0", "w1", "w2"])).double())
 
 
 def spread(rows):

@@ -15,8 +15,7 @@ transformers = pytest.importorskip("transformers", reason="pip install 'unmask[p
 import unmask  # noqa: E402
 from tests.models import test_adaptation, test_checkpoints  # noqa: E402
 from tests.models.test_masked import MASK, SEQUENCES, WORDS, build, change, tokenizer  # noqa: E402
-from tests.test_cli import call  # noqa: E402, F401
-from tests.training.small import padded, same, weights  # noqa: E402
+from tests.training.small import padded, randomised, same, weights  # noqa: E402
 from unmask.errors import UserError  # noqa: E402
 from unmask.evaluation.text_run import TextRun  # noqa: E402
 from unmask.models.backbone import BackboneConfig  # noqa: E402
@@ -67,10 +66,7 @@ def model_of(denoiser):
     selector = SelectorConfig(8, 1, 2, BUDGET, prices=(0.1, 3.0), reads="hidden" if denoiser.width else "logits")
     config = OrderModelConfig(len(WORDS), denoiser.config(""), selector=selector)
     model = OrderModel(config, word_level_tokenizer(WORDS), denoiser)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.selector.double().parameters():
-            parameter.normal_(std=0.5, generator=generator)
+    randomised(model.selector.double(), std=0.5)
     return model
 
 
@@ -187,7 +183,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def refused(call):  # noqa: F811
+def refused(call):
     """Runs a command that must fail as bad input does; what it says, below what it has read before."""
 
     def run_command(*arguments):
@@ -209,17 +205,15 @@ def train(*overrides, out="run", **options):
     return unmask.train(recipe(*overrides), out, cpu=True, **options)
 
 
-def test_the_recipe_from_a_folder_and_a_file_to_text(here, call):  # noqa: F811
+def test_the_recipe_from_a_folder_and_a_file_to_text(here, call, ok):
     """As its first lines say: the commands of a stranger with a masked language model and a JSONL file."""
     overrides = [word for value in SMALL for word in ("--set", value)]
     named = ["--set", "model.denoiser=my-model", "--set", "task.files=pairs.jsonl"]
-    code, out, err = call("train", "order-for-your-model", "--out", "run", "--cpu", *named, *overrides)
-    assert code == 0, err
+    out = ok("train", "order-for-your-model", "--out", "run", "--cpu", *named, *overrides)
     assert "next: unmask evaluate run" in out
-    assert "learned, T = 4" in call("evaluate", "run", "--cpu")[1]
-    assert "learned order (J), T = 4" in call("evaluate", "run", "--bound", "--cpu")[1]
-    code, out, err = call("sample", "run", "--prompt", "a b", "--trace")
-    assert code == 0, err
+    assert "learned, T = 4" in ok("evaluate", "run", "--cpu")
+    assert "learned order (J), T = 4" in ok("evaluate", "run", "--bound", "--cpu")
+    out = ok("sample", "run", "--prompt", "a b", "--trace")
     assert "0  a b\n" in out
     assert "·" in out, "masks are shown as masks, though the tokenizer has a name for them"
     assert "[MASK]" not in out
@@ -236,17 +230,17 @@ def test_the_recipe_from_a_folder_and_a_file_to_text(here, call):  # noqa: F811
     assert records[0].spec.model == "my-model"
 
 
-def test_a_chat_template_beside_the_denoiser_is_used(here, call, monkeypatch):  # noqa: F811
+def test_a_chat_template_beside_the_denoiser_is_used(here, ok, monkeypatch):
     chat = tokenizer()
     chat.chat_template = "{% for m in messages %}g {{ m.content }} f{% endfor %}"
     chat.save_pretrained("my-model")
     train("task.chat=true")
-    assert "g a b f" in call("sample", "run", "--prompt", "a b", "--cpu")[1]
+    assert "g a b f" in ok("sample", "run", "--prompt", "a b", "--cpu")
     (here / "away").mkdir()
     monkeypatch.chdir("away")
-    assert "g a b f" in call("sample", "../run", "--prompt", "a b", "--cpu")[1]
+    assert "g a b f" in ok("sample", "../run", "--prompt", "a b", "--cpu")
     shutil.move("../my-model", "moved")
-    assert "g a b f" in call("sample", "../run", "--prompt", "a b", "--cpu", "--denoiser", "moved")[1]
+    assert "g a b f" in ok("sample", "../run", "--prompt", "a b", "--cpu", "--denoiser", "moved")
 
 
 def test_the_run_holds_the_order_alone(here):
@@ -291,20 +285,20 @@ def test_it_resumes_to_the_same_bits_on_the_same_denoiser(here):
     assert same(weights(train("saving.every_updates=1").selector), weights(whole.selector))
 
 
-def test_the_denoiser_is_found_again_or_refused(here, refused, call):  # noqa: F811
+def test_the_denoiser_is_found_again_or_refused(here, refused, ok):
     train()
     shutil.move("my-model", "moved")
     said = refused("sample", "run", "--prompt", "a")
     assert f"the denoiser of run is not in {here / 'my-model'}: give its folder with denoiser= (--denoiser)" in said
-    assert call("sample", "run", "--prompt", "a", "--denoiser", "moved")[0] == 0
-    assert call("evaluate", "run", "--cpu", "--denoiser", "moved")[0] == 0
+    ok("sample", "run", "--prompt", "a", "--denoiser", "moved")
+    ok("evaluate", "run", "--cpu", "--denoiser", "moved")
     change(here / "moved", {"cls.predictions.bias": torch.ones(12)})
     other = ["--denoiser", "moved"]
     for command in (["evaluate", "run"], ["evaluate", "run", "--bound"], ["sample", "run"]):
         said = refused(*command, *other)
         assert "the order in run was learned for another denoiser (" in said
         assert "than moved (" in said
-    assert call("sample", "run", "--prompt", "a", *other, "--any-denoiser")[0] == 0
+    ok("sample", "run", "--prompt", "a", *other, "--any-denoiser")
     with pytest.raises(ModelFolderError, match=r"another denoiser \(.*\) than the one given \("):
         OrderModel.from_pretrained("run", denoiser=unmask.load_denoiser("moved"))
 
@@ -345,7 +339,7 @@ def test_what_is_shared_does_not_tell_where_the_denoiser_lay(here):
     assert OrderModel.from_pretrained("shared", denoiser="my-model").selector is not None
 
 
-def test_fewer_held_out_pairs_than_usual_are_all_used(here, call):  # noqa: F811
+def test_fewer_held_out_pairs_than_usual_are_all_used(here, call):
     train("evaluate.examples=500")
     for more in ([], ["--bound"]):
         code, _, err = call("evaluate", "run", "--cpu", *more)
@@ -548,7 +542,7 @@ def test_only_adapters_have_gradients_and_they_are_exact(adapted):
 JOINT = ["model.lora=2", "order.denoiser_rate=0.05", "saving.every_updates=1"]
 
 
-def test_adapters_learn_along_and_are_kept_with_the_order(here, call):  # noqa: F811
+def test_adapters_learn_along_and_are_kept_with_the_order(here, ok):
     pytest.importorskip("peft", reason="pip install 'unmask[lora]'")
 
     def die_in(stage, at):

@@ -19,13 +19,7 @@ from unmask.recipe import parse_teacher
 from unmask.rng import stratified
 from unmask.tasks.task import Examples
 from unmask.training import objectives
-from unmask.training.objectives import (
-    DenoiseObjective,
-    OrderObjective,
-    mask_counts,
-    mask_uniformly,
-    saturation,
-)
+from unmask.training.objectives import DenoiseObjective, OrderObjective, mask_counts, mask_uniformly, saturation
 from unmask.training.reading import with_layout
 from unmask.training.teacher import first_logits, reveal_steps
 from unmask.variational.enumeration import TinyModel, posterior_chain

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -40,12 +41,6 @@ def recipe(base, *overrides):
 
 def without(recipe, **sections):
     return dataclasses.replace(recipe, **sections)
-
-
-def one_line(error):
-    message = str(error.value)
-    assert "\n" not in message
-    return message
 
 
 # --- the layout -------------------------------------------------------------------------------------------------------
@@ -195,21 +190,20 @@ def test_a_baseline_that_another_run_has_trained(base, shared, tmp_path):
     assert stages == {Stage.ORDER}
 
 
-UNFIT = {
-    "updates": (["order.updates=4"], "has denoise.updates = 3, but beside this order it must be 4"),
-    "sequences": (["order.trajectories=4"], "has denoise.batch = 8, but beside this order it must be 16"),
-    "task": (["task.seed=1"], "has task.seed = 0, but beside this order it must be 1"),
-    "start": (["init={base}/joint"], "did not start from the denoiser of init = "),
-    "nothing": (["order.continued={base}/nothing"], "nothing' is no finished run: train it first"),
-}
+UNFIT = [
+    (["order.updates=4"], "has denoise.updates = 3, but beside this order it must be 4"),
+    (["order.trajectories=4"], "has denoise.batch = 8, but beside this order it must be 16"),
+    (["task.seed=1"], "has task.seed = 0, but beside this order it must be 1"),
+    (["init={base}/joint"], "did not start from the denoiser of init = "),
+    (["order.continued={base}/nothing"], "nothing' is no finished run: train it first"),
+]
 
 
 def test_a_baseline_that_is_not_what_the_run_would_have_trained(base, shared, tmp_path):
-    for overrides, expected in UNFIT.values():
+    for overrides, expected in UNFIT:
         unfit = joint_beside(base, shared, *(override.format(base=base) for override in overrides))
-        with pytest.raises(UserError) as error:
+        with pytest.raises(UserError, match=re.escape(expected)):
             train(unfit, tmp_path / "run", cpu=True)
-        assert expected in one_line(error)
         assert not (tmp_path / "run").exists()
 
 
@@ -348,19 +342,18 @@ def test_an_order_that_is_taught(base, tmp_path):
         )
 
 
-NO_ORDER_TO_TRAIN = {
-    "none": (["init={base}/frozen/denoiser"], "has no order to train further"),
-    "selector": (["init={base}/frozen", "model.selector.heads=1"], "has a selector with heads = 2, the recipe says 1"),
-    "teacher": (["init={base}/frozen", "order.teacher=factor:1"], "was taught by no rule: set order.teacher = ''"),
-}
+NO_ORDER_TO_TRAIN = [
+    (["init={base}/frozen/denoiser"], "has no order to train further"),
+    (["init={base}/frozen", "model.selector.heads=1"], "has a selector with heads = 2, the recipe says 1"),
+    (["init={base}/frozen", "order.teacher=factor:1"], "was taught by no rule: set order.teacher = ''"),
+]
 
 
 def test_an_order_that_cannot_be_trained_further(base, tmp_path):
-    for overrides, expected in NO_ORDER_TO_TRAIN.values():
+    for overrides, expected in NO_ORDER_TO_TRAIN:
         overrides = [override.format(base=base) for override in overrides]
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError, match=re.escape(expected)):
             train(load_recipe(order_only(base), [*overrides, "order.from_init=true"]), tmp_path / "run", cpu=True)
-        assert expected in one_line(caught)
         assert not (tmp_path / "run").exists()
         with pytest.raises(UserError, match=r"set init to its run, and leave \[denoise\] out"):
             recipe(base, f"init={base / 'frozen'}", "order.from_init=true")
@@ -394,9 +387,8 @@ def test_a_start_that_does_not_fit(base, tmp_path):
         (["init={base}/frozen", "task.groups=3"], "sequences of 6 tokens, longer than the model's context of 4"),
         (["model.max_length=3"], "longer than the model's context of 3: raise model.max_length"),
     ]:
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError, match=re.escape(said)):
             train(recipe(base, *(override.format(base=base) for override in overrides)), tmp_path / "run", cpu=True)
-        assert said in one_line(caught)
         assert not (tmp_path / "run").exists()
 
 
@@ -413,7 +405,7 @@ def test_an_existing_run_is_never_touched_without_force(base, tmp_path):
     before = contents(folder)
     with pytest.raises(RunFolderError) as caught:
         train(recipe(base, "seed=1"), folder, cpu=True)
-    message = one_line(caught)
+    message = str(caught.value)
     assert str(folder) in message
     assert "--force" in message
     assert contents(folder) == before
@@ -433,9 +425,8 @@ def test_force_replaces_nothing_but_runs(base, tmp_path, name):
     folder = tmp_path / "precious"
     folder.mkdir()
     (folder / name).write_text("years of work")
-    with pytest.raises(RunFolderError) as caught:
+    with pytest.raises(RunFolderError, match="not a run folder"):
         train(recipe(base), folder, force=True, cpu=True)
-    assert "not a run folder" in one_line(caught)
     assert contents(folder) == {name: b"years of work"}
 
 
@@ -452,7 +443,7 @@ def test_force_deletes_no_file_of_anybody_else(base, tmp_path, name, where):
     before = contents(tmp_path)
     with pytest.raises(RunFolderError, match="move it away") as caught:
         train(recipe(base), tmp_path / "run", force=True, cpu=True)
-    assert str(mine if where == "run" else tmp_path / where) in one_line(caught)
+    assert str(mine if where == "run" else tmp_path / where) in str(caught.value)
     assert contents(tmp_path) == before
 
 
@@ -507,9 +498,8 @@ def test_nothing_is_written_through_a_link_that_leads_out(base, tmp_path, name):
 
 def test_a_file_in_the_way(base, tmp_path):
     (tmp_path / "run").write_text("a file")
-    with pytest.raises(RunFolderError) as caught:
+    with pytest.raises(RunFolderError, match="is a file"):
         train(recipe(base), tmp_path / "run", force=True, cpu=True)
-    assert "is a file" in one_line(caught)
     assert (tmp_path / "run").read_text() == "a file"
 
 
@@ -518,9 +508,8 @@ def test_a_recipe_that_fails_costs_nobody_a_run(base, tmp_path):
     folder = finished(base, tmp_path)
     before = contents(folder)
     for override in ("task.symbols=1", "model.heads=3", "model.selector.width=7", "init=nowhere"):
-        with pytest.raises(ValueError, match=r"\w") as caught:
+        with pytest.raises(UserError):
             train(recipe(base, override), folder, force=True, cpu=True)
-        one_line(caught)
         assert contents(folder) == before
 
 
@@ -533,7 +522,7 @@ def test_a_half_written_run_is_refused(base, tmp_path, missing):
     (folder / missing).unlink()
     with pytest.raises((ModelFolderError, RunFolderError)) as caught:
         load_run(folder)
-    message = one_line(caught)
+    message = str(caught.value)
     assert missing in message
     assert "missing" in message
     assert "from a copy" in message, "what to do"
@@ -589,27 +578,32 @@ def test_a_recipe_that_cannot_be_used_says_why(base, tmp_path, spoil, said):
     """And never advises to train again, which could cost the run."""
     folder = finished(base, tmp_path)
     spoil(folder / "recipe.json")
-    with pytest.raises((RunFolderError, UserError)) as caught:
+    with pytest.raises(UserError) as caught:
         load_run(folder, trust_task=True)
-    assert said in one_line(caught)
-    assert "again" not in one_line(caught) or "same command again" in one_line(caught)
+    assert said in str(caught.value)
+    assert "again" not in str(caught.value) or "same command again" in str(caught.value)
 
 
 # --- a loss that is not finite ----------------------------------------------------------------------------------------
 
 
-def test_the_state_before_is_what_is_resumed(base, tmp_path, monkeypatch):
-    """Though checkpoints were written while updates were skipped."""
-    original, calls = run_module.DenoiseObjective.forward, []
+def not_finite_from(patch, cls, first):
+    """The loss of an objective, from its call number `first` on."""
+    original, calls = cls.forward, []
 
     def forward(self, *arguments):
         calls.append(0)
         outcome = original(self, *arguments)
-        return outcome._replace(loss=outcome.loss * float("nan")) if len(calls) >= 3 else outcome
+        return outcome._replace(loss=outcome.loss * math.nan) if len(calls) >= first else outcome
 
+    patch.setattr(cls, "forward", forward)
+
+
+def test_the_state_before_is_what_is_resumed(base, tmp_path, monkeypatch):
+    """Though checkpoints were written while updates were skipped."""
     folder, often = tmp_path / "run", ["denoise.updates=12", "denoise.max_bad=5", "saving.every_updates=1"]
     with monkeypatch.context() as patch:
-        patch.setattr(run_module.DenoiseObjective, "forward", forward)
+        not_finite_from(patch, run_module.DenoiseObjective, 3)
         with pytest.raises(NonFiniteError, match="the state before update 2 is saved"):
             train(recipe(base, *often), folder, cpu=True)
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["denoise-00000002"]
@@ -620,20 +614,12 @@ def test_the_state_before_is_what_is_resumed(base, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("bad_stage", "objective"), [("denoise", "DenoiseObjective"), ("order", "OrderObjective")])
 def test_a_loss_that_is_not_finite_saves_the_state_before(base, tmp_path, monkeypatch, bad_stage, objective):
     """And the run goes on from there to where it would have come without, once the cause is mended."""
-    cls = getattr(run_module, objective)
-    original, calls = cls.forward, []
-
-    def forward(self, *arguments):
-        calls.append(0)
-        outcome = original(self, *arguments)
-        return outcome._replace(loss=outcome.loss * float("nan")) if len(calls) >= 2 else outcome
-
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(cls, "forward", forward)
+        not_finite_from(patch, getattr(run_module, objective), 2)
         with pytest.raises(NonFiniteError) as caught:
             train(recipe(base, *JOINT, f"{bad_stage}.max_bad=2"), folder, cpu=True)
-    message = one_line(caught)
+    message = str(caught.value)
     assert f"{bad_stage}, update 2: loss, gradient of the denoiser" in message
     assert "the state before update 1 is saved" in message
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"{bad_stage}-00000001"]
@@ -672,9 +658,8 @@ def test_weights_that_are_not_finite_are_never_a_finished_model(base, tmp_path, 
         return original(self, *arguments)
 
     monkeypatch.setattr(run_module.DenoiseObjective, "forward", forward)
-    with pytest.raises(NonFiniteError) as caught:
+    with pytest.raises(NonFiniteError, match="denoise: the weights are not finite after the last update"):
         train(recipe(base, "denoise.max_bad=5", "saving.every_updates=1"), tmp_path / "run", cpu=True)
-    assert "denoise: the weights are not finite after the last update" in one_line(caught)
     assert capsys.readouterr().err.count("skipped") == 2, "and the run went on"
     assert any((tmp_path / "run" / "checkpoints").iterdir())
     with pytest.raises(RunFolderError, match="is not finished"):
@@ -686,9 +671,8 @@ def test_a_folder_that_is_gone_does_not_come_back_with_a_model_alone(base, tmp_p
     folder, original = tmp_path / "run", getattr(run_module, when)
     with monkeypatch.context() as patch:
         patch.setattr(run_module, when, lambda *rest: (shutil.rmtree(folder), original(*rest)))
-        with pytest.raises(RunFolderError) as caught:
+        with pytest.raises(RunFolderError, match="the same command"):
             train(recipe(base), folder, cpu=True)
-    assert "the same command" in one_line(caught)
     assert not folder.exists()
 
 

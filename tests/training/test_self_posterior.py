@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.training.small import TINY_RECIPE, FixedTask, json_lines, padded
+from tests.training.small import TINY_RECIPE, FixedTask, json_lines, padded, randomised
 from unmask.decoding.confidence import confidence, features
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import Learned, OneAtATime, Threshold
@@ -37,11 +37,7 @@ def model_of(**options):
     shape = BackboneConfig(width=16, layers=1, heads=2, intermediate=16, max_length=8)
     selector = SelectorConfig(8, 1, 2, BUDGET, **{"prices": PRICES, **options})
     model = OrderModel(OrderModelConfig(3, shape, selector=selector), word_level_tokenizer(["a", "b", "c"])).double()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.5, generator=generator)
-    return model
+    return randomised(model, std=0.5)
 
 
 def examples(extra=0):

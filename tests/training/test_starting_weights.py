@@ -121,7 +121,6 @@ def test_the_shift_reaches_the_objective(home, tmp_path):
 def refused(tmp_path, *overrides):
     with pytest.raises(UserError) as error:
         train(recipe(*overrides), tmp_path / "run", cpu=True)
-    assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
     return str(error.value)
 

@@ -8,12 +8,7 @@ import torch
 
 from tests.variational.tiny import sequences, tiny
 from unmask.variational.elbo import bound_terms
-from unmask.variational.enumeration import (
-    exact_bound,
-    exact_log_likelihood,
-    generative_chain,
-    posterior_chain,
-)
+from unmask.variational.enumeration import exact_bound, exact_log_likelihood, generative_chain, posterior_chain
 from unmask.variational.posterior import log_reveal
 from unmask.variational.selection import Bernoulli, NonEmpty
 

@@ -12,13 +12,7 @@ import torch
 from tests.variational.tiny import tiny
 from unmask.variational.elbo import bound_terms
 from unmask.variational.enumeration import enumerate_trajectories, exact_bound
-from unmask.variational.estimators import (
-    BoundEstimate,
-    LeaveOneOut,
-    MovingAverage,
-    NoBaseline,
-    estimate_bound,
-)
+from unmask.variational.estimators import BoundEstimate, LeaveOneOut, MovingAverage, NoBaseline, estimate_bound
 from unmask.variational.posterior import Trajectories, log_prob
 from unmask.variational.selection import Bernoulli, NonEmpty
 

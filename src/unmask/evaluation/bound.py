@@ -27,9 +27,8 @@ from unmask.decoding.policies import Learned
 from unmask.errors import UserError
 from unmask.evaluation.evaluate import BATCH, check_examples, examples_of
 from unmask.evaluation.plan import open_run
-from unmask.fields import build
 from unmask.files import write_text
-from unmask.jsonl import ResultsError, sealed, unsealed
+from unmask.jsonl import read_sealed, sealed
 from unmask.models.order_model import OrderModel
 from unmask.progress import progress
 from unmask.rng import Purpose, uniforms
@@ -95,12 +94,7 @@ def evaluate_run_bound(
 
 def read_bound(path: Path) -> BoundReport | None:
     """What `unmask evaluate --bound` wrote, if it was run."""
-    if not path.exists():
-        return None
-    try:
-        return build(BoundReport, unsealed(path.read_text(encoding="utf-8")))
-    except ValueError:
-        raise ResultsError(f"{path} is damaged or from another version: run `unmask evaluate --bound` again") from None
+    return read_sealed(path, BoundReport, "unmask evaluate --bound")
 
 
 @torch.no_grad()

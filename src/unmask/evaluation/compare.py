@@ -57,11 +57,9 @@ def at_equal_steps(mean_steps: float, curve: Sequence[Record]) -> AtEqualSteps:
     points = sorted(curve, key=lambda point: (point.mean_steps, point.spec.budget))
     below = max((p for p in points if p.mean_steps <= mean_steps + NEAR), key=lambda p: p.mean_steps, default=None)
     above = min((p for p in points if p.mean_steps >= mean_steps - NEAR), key=lambda p: p.mean_steps, default=None)
-    if below is None or above is None:
+    if below is None or above is None or not are_neighbours(below, above):
         return AtEqualSteps(None, missing=_what_is_missing(mean_steps, points))
     width = above.mean_steps - below.mean_steps
-    if not are_neighbours(below, above):
-        return AtEqualSteps(None, missing=_what_is_missing(mean_steps, points))
     w = (mean_steps - below.mean_steps) / width if width > NEAR else 0.0
     score = (1 - w) * below.outcome.score + w * above.outcome.score
     if below.verdicts is None or above.verdicts is None:

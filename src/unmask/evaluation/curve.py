@@ -26,9 +26,8 @@ from unmask.decoding.policies import (
 )
 from unmask.evaluation.compare import NEAR, crossed_difference, rivals
 from unmask.evaluation.records import Record, grouped
-from unmask.fields import build
 from unmask.files import write_text
-from unmask.jsonl import ResultsError, sealed, unsealed
+from unmask.jsonl import read_sealed, sealed
 
 # --- what is evaluated ------------------------------------------------------------------------------------------------
 
@@ -416,9 +415,4 @@ def write_curve(run: Path, found: Sequence[Curve], asked: Sequence[str] = ()) ->
 
 def read_curve(path: Path) -> Curve | None:
     """What `unmask evaluate --curve` wrote, if it was run."""
-    if not path.exists():
-        return None
-    try:
-        return build(Curve, unsealed(path.read_text(encoding="utf-8")))
-    except ValueError:
-        raise ResultsError(f"{path} is damaged or from another version: run `unmask evaluate --curve` again") from None
+    return read_sealed(path, Curve, "unmask evaluate --curve")

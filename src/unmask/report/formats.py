@@ -15,14 +15,7 @@ from unmask.errors import UserError
 from unmask.files import refuse_link, write_text
 from unmask.report.html import Section, further_tables, together
 from unmask.report.plots import curve_plot, order_picture, pictured, shared_plot
-from unmask.report.tables import (
-    ResultTable,
-    curve_verdict,
-    markdown_table,
-    ordered,
-    record_table,
-    verdict,
-)
+from unmask.report.tables import ResultTable, curve_verdict, markdown_table, ordered, record_table, verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,17 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 import torch
 from torch import Tensor
 
-from unmask.decoding.policies.rule import (
-    Decision,
-    Policy,
-    Step,
-    above,
-    as_text,
-    descending,
-    first,
-    highest,
-    rounding,
-)
+from unmask.decoding.policies.rule import Decision, Policy, Step, above, as_text, descending, first, highest, rounding
 from unmask.decoding.policies.scheduled import (
     ByConfidence,
     ConfidenceKind,
