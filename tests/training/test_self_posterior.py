@@ -363,8 +363,11 @@ def test_the_start_does_not_change_midway(tmp_path):
     _check_same_networks(saved, "order", recipe)
     with pytest.raises(CheckpointError, match=r"order.thresholds was \[0.9, 0.7\]"):
         _check_same_networks(saved, "order", usual)
-    del facts["order"]["thresholds"]
+    del facts["order"]["thresholds"], facts["model"]["selector"]["drawn"]
     _check_same_networks(saved, "order", usual)
+    drawn = ["order.reward=true", "model.selector.drawn=true"]
+    with pytest.raises(CheckpointError, match="drawn was False"):
+        _check_same_networks(saved, "order", recipe_of(tmp_path, *chosen[:2], *drawn))
     with pytest.raises(CheckpointError, match="thresholds was"):
         _check_same_networks(saved, "order", recipe)
 
