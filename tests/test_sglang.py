@@ -20,9 +20,9 @@ class StandIn:
         self.block_size, self.mask_id = config.block_size, config.mask_id
 
 
-def random_model(reads="logits", budget=4, spread=2.0):
+def random_model(reads="logits", budget=4, spread=2.0, drawn=0):
     torch.manual_seed(0)
-    selector = SelectorConfig(8, 1, 2, budget=budget, prices=(0.1, 3.0), spread=spread, reads=reads)
+    selector = SelectorConfig(8, 1, 2, budget=budget, prices=(0.1, 3.0), spread=spread, reads=reads, drawn=drawn)
     config = OrderModelConfig(V, BackboneConfig(16, 2, 2, 32, max_length=32), selector=selector)
     model = OrderModel(config, word_level_tokenizer([str(token) for token in range(V)])).eval()
     for parameter in model.denoiser.parameters():
@@ -76,3 +76,5 @@ def test_a_given_mask_token_stays(algorithm):
     assert done == [True]
     with pytest.raises(UserError, match="SGLang gives logits alone"):
         algorithm(random_model("hidden"))
+    with pytest.raises(UserError, match="SGLang writes greedily"):
+        algorithm(random_model(drawn=V + 1))

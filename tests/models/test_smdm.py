@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
+from unmask.errors import UserError
 from unmask.models.backbone import SIZES, BackboneConfig
 from unmask.models.importers.smdm import _translated, load_smdm
 from unmask.models.networks import Denoiser
@@ -139,7 +140,7 @@ def test_what_is_no_such_file_is_one_line(tmp_path):
 
     def refused(weights, shape=shape, size=V):
         save_file(weights, tmp_path / "mdm.safetensors")
-        with pytest.raises(ValueError, match=r"mdm.safetensors") as error:
+        with pytest.raises(UserError, match=r"^[^\n]*mdm.safetensors[^\n]*$") as error:
             load_smdm(tmp_path / "mdm.safetensors", shape, tokenizer(size))
         return str(error.value)
 

@@ -647,7 +647,7 @@ def test_the_checker_of_a_span_sees_where_it_stands(own):
         assert prompt == "abcdef".replace(response, "<mask>")
 
 
-def test_from_training_to_the_report(own, ok, refused):
+def test_from_training_to_the_report(own, call, ok, refused):
     """Without a checker nothing is said of validity; with one, only who trusts it runs it."""
     recipe = RECIPE.replace("[abc].*", "p.jsonl").replace("length = 16", 'length = 20\nprompt = "q"\nresponse = "a"')
     (own / "pairs.toml").write_text(recipe.format(folder=own), encoding="utf-8")
@@ -663,7 +663,9 @@ def test_from_training_to_the_report(own, ok, refused):
         ok("report", "free", "--format", page)
         text = (own / "free" / f"report.{page}").read_text(encoding="utf-8")
         assert "valid" not in text.partition("<script")[0] + text.rpartition("</script>")[2]
-    assert "has no checker: give it one" in refused("evaluate", "free", "--cpu", "--curve", "--examples", "4")
+    code, _, err = call("evaluate", "free", "--cpu", "--curve", "--examples", "4")
+    assert code == 2
+    assert "has no checker: give it one" in err
     assert "--find needs a checker" in refused("sample", "free", "--find", "right")
     checked = ["--set", "task.checker=my_checks:check"]
     shown = ok("train", "pairs.toml", "--out", "checked", "--cpu", *checked)

@@ -361,6 +361,9 @@ def test_any_function_from_python(here):
     even = unmask.load_denoiser(lambda tokens, attention_mask: torch.zeros(*tokens.shape, 4), mask_token_id=4)
     unprompted = train("task={name='groups',groups=2,group_size=2,symbols=4}", out="groups", denoiser=even)
     assert unprompted.config.selector.positions == 4, "on a canvas that is all mask, positions look alike"
+    drawn = ("order.posterior=selector", "order.reward=true", "model.selector.drawn=true")
+    with pytest.raises(UserError, match="does not say its vocab_size"):
+        train("task={name='groups',groups=2,group_size=2,symbols=4}", *drawn, out="drawn", denoiser=even)
     with pytest.raises(UserError, match=r"set model\.denoiser to a name for it"):
         unmask.train(unmask.load_recipe("groups"), "x", denoiser=denoiser)
 

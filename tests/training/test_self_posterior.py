@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from tests.training.small import TINY_RECIPE, FixedTask, json_lines, padded, randomised
-from unmask.decoding.confidence import confidence, features
+from unmask.decoding.confidence import DRAWN, FEATURES, confidence, features
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import Learned, OneAtATime, Threshold
 from unmask.decoding.tokens import TokenChoice
 from unmask.errors import UserError
 from unmask.evaluation.bound import evaluate_bound
+from unmask.evaluation.evaluate import half_selector
 from unmask.models.backbone import BackboneConfig
 from unmask.models.networks import Selector, SelectorConfig
 from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_tokenizer
@@ -283,7 +284,7 @@ def recipe_of(tmp_path, *overrides):
 
 
 @pytest.mark.parametrize(("reads", "drawn"), [("hidden", False), ("logits", False), ("hidden", True)])
-def test_a_run_with_it(tmp_path, reads, drawn):
+def test_a_run_with_it(tmp_path, ok, reads, drawn):
     """Trained, saved, loaded, and generating at another number of steps and at a price."""
     options = (
         "order.prices=[0.1, 2.0]",
@@ -309,6 +310,10 @@ def test_a_run_with_it(tmp_path, reads, drawn):
     if drawn:
         with pytest.raises(UserError, match=r"looks at the tokens that are drawn .*, so it has no bound$"):
             evaluate_bound(model, model, load_task(tmp_path / "run")[1], 4, 2, seed=0)
+    ok("evaluate", tmp_path / "run", "--policy", "learned", "--steps", "3", "--examples", "4", "--cpu")
+    rule = Learned(model.selector)
+    assert half_selector(rule).reads == rule.reads == (FEATURES | DRAWN if drawn else FEATURES)
+    ok("report", tmp_path / "run")
     Learned(model.selector, price=0.5).check(7, torch.tensor([4]))
     with pytest.warns(UserWarning, match=r"price 5 is outside the range that was trained, 0.1 to 2"):
         Learned(model.selector, price=5.0).check(7, torch.tensor([4]))

@@ -223,7 +223,7 @@ def check_memory(config: OrderModelConfig, copies: int) -> None:
     own, weights = config.denoiser if isinstance(config.denoiser, BackboneConfig) else None, 0
     weights += sum(network.num_weights(config.vocab_size + 1) for network in (own, config.scorer) if network)
     weights += 0 if config.tied_head or own is None else config.vocab_size * own.width
-    weights += config.selector.shape.num_weights() if config.selector else 0
+    weights += config.selector.shape.num_weights(config.selector.drawn) if config.selector else 0
     require_memory(f"a model with {weights:,} weights takes", 4 * copies * weights)
 
 

@@ -184,7 +184,7 @@ def _said(one: Run, canvases: Tensor, response: Tensor) -> tuple[Tensor, Tensor 
         nothing = torch.full(masked.shape, torch.nan, device=device)
         stats: dict[str, Tensor] = {name: nothing.masked_scatter(masked, read[name].float()) for name in FEATURES}  # type: ignore[literal-required]
         sure.append(stats["log_top"].exp().cpu())
-        if isinstance(rule, NetworkPolicy):
+        if isinstance(rule, NetworkPolicy) and rule.reads == FEATURES:  # the tokens that were drawn are not known here
             index = indices.to(device)
             step = Step(
                 index,

@@ -107,6 +107,8 @@ def _on_frozen(recipe: Recipe, task: Task, denoiser: Any) -> OrderModel:
     all_written = bool((examples.response == examples.attention_mask).all())  # then all positions look alike at first
     with prefixed("model"):
         positions = task.length if all_written else 0
+        unknown = recipe.model.selector.drawn and frozen.vocab_size is None
+        require(not unknown, "selector.drawn: the denoiser does not say its vocab_size: give it that attribute")
         num_tokens = max(frozen.vocab_size or len(task.vocabulary), frozen.mask_token_id + 1)
         selector = _selector(recipe.model.selector, order, num_tokens, frozen.width, positions, frozen.block_size)
         config = OrderModelConfig(len(task.vocabulary), place, selector=selector, selection=order.selection)
@@ -281,6 +283,8 @@ def _take_order(model: OrderModel, source: str) -> None:
         raise UserError(f"{where} has no order to train further: name a run that has one, or leave order.from_init out")
     for part in dataclasses.fields(theirs.selector):
         was, now = getattr(theirs.selector, part.name), getattr(ours.selector, part.name)
+        if part.name == "drawn":  # true or false in a recipe; here the number of ids
+            was, now = bool(was), bool(now)
         if part.name not in ("budget", "spread") and was != now:  # the spread is that of fresh weights
             raise UserError(f"{where} has a selector with {part.name} = {was}, the recipe says {now}: make them agree")
     if ours.scorer is not None and theirs.scorer != ours.scorer:

@@ -25,7 +25,7 @@ class Learned(NetworkPolicy):
 
     `nonempty`: sampled from the product conditioned on r != 0.  With tokens sampled from the denoiser's own
     distribution (token temperature 1, no top-k, top-p or guidance) this is exactly the model of the bound; with greedy
-    tokens it is not.
+    tokens, or a selector that reads the drawn ones, it is not.
     `bernoulli`: r_n ~ Bern(p_n); where none is selected, the most probable position, and the result counts it (the
     model of the bound reveals nothing then).
     `one`: one position per step, from softmax(s); deterministic reveals the arg-max.

@@ -222,7 +222,7 @@ class NetworkPolicy(Policy):
         stats = torch.where(step.masked[..., None], features(read), 0.0)
         t = step.max_steps - 1 - step.index
         price = torch.full_like(stats[:, 0, 0], self.price) if self.price else None
-        drawn = [step.proposal] if self.reads >= DRAWN else []
+        drawn = [torch.where(step.masked, step.proposal, step.tokens)] if self.reads >= DRAWN else []
         return self.network(step.hidden, stats, step.masked, t, step.attention_mask, step.max_steps, price, *drawn)
 
 
