@@ -1,5 +1,6 @@
 """learned, lo-arm, reward: a network decides."""
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -20,6 +21,7 @@ from tests.decoding.steps import (
     tensor,
 )
 from tests.statistics import assert_follows
+from unmask.decoding.confidence import LEAST_LOG_P
 from unmask.decoding.policies import Learned, OneAtATime, RewardTrained
 from unmask.variational.selection import Bernoulli, NonEmpty
 
@@ -69,6 +71,28 @@ def test_what_the_network_is_asked():
                 expected = [row.c(n), row.margin(n), row.entropy(n)] if n in row.masked else [0.0, 0.0, 0.0]
                 assert told[n] == pytest.approx(expected, abs=1e-14)
         assert torch.equal(decision.scores, network.logits)
+
+
+def test_what_a_network_that_sees_the_drawn_tokens_is_asked():
+    """log p of the drawn token, bounded below; the tokens, those drawn only where they are on offer."""
+
+    class Drawn(LookUp):
+        drawn = True
+
+        def __call__(self, *given):
+            *others, self.tokens = given
+            return super().__call__(*others)
+
+    masked = torch.tensor([[True, True, False, False]])  # the last is held back: its draw is not to be seen
+    tokens, proposal = torch.tensor([[9, 9, 3, 9]]), torch.tensor([[1, 2, 3, 4]])
+    stats = {name: torch.zeros(1, 4) for name in ("log_top", "margin", "entropy")}
+    stats["log_proposal"] = torch.tensor([[-0.5, -torch.inf, -0.5, -0.5]])
+    step = dataclasses.replace(CASES[0].step, tokens=tokens, masked=masked, proposal=proposal, stats=stats)
+    step = dataclasses.replace(step, index=torch.tensor([0]), max_steps=torch.tensor([3]), states=lambda: tokens)
+    network = Drawn(torch.zeros(1, 4))
+    Learned(network).logits(step)
+    assert network.tokens.tolist() == [[1, 2, 3, 9]]
+    assert network.asked["confidences"][0, :, 3].tolist() == [-0.5, LEAST_LOG_P, 0.0, 0.0]
 
 
 # --- learned ----------------------------------------------------------------------------------------------------------
