@@ -354,6 +354,27 @@ def test_a_file_with_and_without_solutions(tmp_path):
     assert (~hard.response[0]).tolist() == [cell is not None for cell in read(GUESSED)]
 
 
+@pytest.mark.parametrize(
+    ("names", "row"),
+    [
+        ("id,puzzle,solution,clues", f"7,{PUZZLE},{SOLUTION},30"),
+        ('"source","Quizzes","solutions"', f'"a, b","{PUZZLE}","{SOLUTION}"'),
+        ("solution,puzzle", f"{SOLUTION},{PUZZLE}"),
+        ("id,puzzle,solution", f"7,{PUZZLE},"),
+        ("\ufeffpuzzle", f'"{PUZZLE}"'),
+    ],
+)
+def test_columns_of_a_csv_file_are_found_by_name(names, row, tmp_path):
+    file = tmp_path / "puzzles.csv"
+    file.write_text(f"{names}\r\n{row}\r\n")
+    (clues,) = Sudoku(file=str(file), cache=str(tmp_path))._base["train"] > 0
+    assert clues.tolist() == [cell is not None for cell in read(PUZZLE)]
+    for wrong in ("8", '"8,' + row, "8" * 200_000, row.replace(PUZZLE, "")):
+        file.write_text(f"{names}\n{row}\n{wrong}\n")
+        with pytest.raises(UserError, match="line 3: "):
+            Sudoku(file=str(file), cache=str(tmp_path)).check()
+
+
 def test_what_is_wrong_with_a_line_is_said_with_its_number(tmp_path, capsys):
     two = PUZZLE[:40].replace("5", ".") + "." * 41
     for line, said in [
@@ -383,13 +404,23 @@ def test_a_file_without_a_held_out_puzzle_is_refused_before_training(tmp_path):
     task = Sudoku(file=str(file), cache=str(tmp_path))
     assert len(task._base["train"]) == 1
     for split in ("test", "hard"):
-        kind = "need guesses, or choose held_out test" if split == "hard" else "need no guesses"
+        kind = "need guesses" if split == "hard" else "need no guesses"
         said = f"no puzzle is left for {split}: give more that {kind}"
         for use in (Sudoku.check, lambda task: examples_of(task, None, 10)):
             with pytest.raises(UserError, match=rf"\Atask sudoku: {said}\Z"):
                 use(task.on_split(split))
     file.write_text(f"{PUZZLE}\n{PUZZLE[:10]}{SOLUTION[10]}{PUZZLE[11:]}\n")  # the second one is in test
     replace(task).check()  # without a hard one
+    with pytest.raises(UserError, match=r"for hard: give more that need guesses, or choose held_out test\Z"):
+        task.on_split("hard").check()
+    file.write_text(f"{PUZZLE}\n{GUESSED}\n")
+    with pytest.raises(UserError, match=r"for test: give more that need no guesses, or choose held_out hard\Z"):
+        replace(task).check()
+    task.on_split("hard").check()
+    file.write_text(GUESSED)
+    for split in ("test", "hard"):
+        with pytest.raises(UserError, match=r"for train: give more that need no guesses\Z"):
+            replace(task, held_out=split).check()
     with pytest.raises(UserError, match=r"no puzzle is left for test: set puzzles higher\Z"):
         Sudoku(box=2, puzzles=1, cache=str(tmp_path)).check()
 
@@ -413,5 +444,5 @@ def test_wrong_options(tmp_path):
         with pytest.raises(UserError, match=r"one\.txt has no puzzles: give one per line, 81 cells each\Z"):
             Sudoku(file=str(file), cache=str(tmp_path)).check()
     file.write_text("......2..3..1..4")
-    with pytest.raises(UserError, match=r"no puzzle is left for test: give more that have 5 clues or more\Z"):
+    with pytest.raises(UserError, match=r"no puzzle is left for train: give more that have 5 clues or more\Z"):
         Sudoku(box=2, file=str(file), cache=str(tmp_path)).check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import re
@@ -32,6 +33,8 @@ _CLUES = {2: (4, 8), 3: (0, 0)}  # how many are left at least, uniform in this r
 _TEST_SHARE = 5  # one in so many kinds of puzzles is held out
 _SEARCHED_SHARE, _MOST_SEARCHED = 8, 3000  # one in so many is dug by the search, which takes 100 times as long
 _TOGETHER = 2048  # boards
+_COLUMNS = ("puzzle", "quizzes", "solution", "solutions")  # of a CSV file
+_LONGEST = 100_000  # characters of a line that are read: csv raises where a field has more than 131,072
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ class Sudoku(Puzzle):
     box: int = 3
     puzzles: int = 8000
     clues: int = 0  # or more, where no other can go; 0: as few as can be in 9 x 9, uniform from 4 to 8 in 4 x 4
-    file: str = ""  # base puzzles of your own: one per line (or CSV), 0 or . for blanks, then the solution if you like
+    # Base puzzles of your own: one per line, 0 or . for blanks, then the solution if you like; or a CSV file with the
+    # columns puzzle (or quizzes) and solution (or solutions).
+    file: str = ""
     held_out: str = "test"
     cache: str = ""  # a folder for the base puzzles; "": unmask/sudoku in the user's cache
 
@@ -91,14 +96,15 @@ class Sudoku(Puzzle):
         return len(self._rows(self.held_out))
 
     def check(self) -> None:
-        self._rows(self.held_out)
         super().check()
+        self._rows(self.held_out)
 
     def _rows(self, split: str) -> Tensor:
         """[P, L]: the base puzzles of a split, of which there must be some."""
         hard, easy = ("need guesses", "need no guesses") if self.box == 3 else ("have 4 clues", "have 5 clues or more")
         mend = f"give more that {hard if split == 'hard' else easy}" if self.file else "set puzzles higher"
-        other = ", or choose held_out test" if split == "hard" else ""
+        others = [name for name in self.held_out_splits if split != "train" and len(self._base[name])]
+        other = f", or choose held_out {others[0]}" if others else ""
         require(len(self._base[split]) > 0, f"task {self.name}: no puzzle is left for {split}: {mend}{other}")
         return self._base[split]
 
@@ -191,25 +197,32 @@ class Sudoku(Puzzle):
         signed, guessed = [], []
         digits, cells, mend = f"1-{self.box**2}", self.length, "correct or remove it"
         form = re.compile(rf"([0.{digits}]{{{cells}}})(?:[\s,;]+([{digits}]{{{cells}}}))?")
-        with Path(self.file).expanduser().open(encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(watched(list(lines), "puzzles"), start=1):
-                if not line.strip() or (number == 1 and not re.search(r"[\d.]", line)):  # a header
-                    continue
-                where, read = f"task {self.name}: {self.file}, line {number}", form.fullmatch(line.strip())
-                if read is None:
-                    size, other = len(re.split(r"[\s,;]", line.strip())[0]), 5 - self.box
-                    where += f" has {size} cells: set task.box to {other}, or" if size == other**4 else ":"
-                    raise UserError(f"{where} give {cells} cells ({digits}, 0 or . for blanks), then their solution")
-                puzzle = [None if cell in "0." else int(cell) - 1 for cell in read[1]]
-                grids, guesses = solve(self.box, puzzle)
-                require(len(grids) > 0, f"{where}: the puzzle has no solution: {mend}")
-                require(len(grids) == 1, f"{where}: the puzzle has more than one solution: {mend}")
-                require(None in puzzle, f"{where}: the puzzle has no blanks: {mend}")
-                given = [int(digit) - 1 for digit in read[2] or ""]
-                require(given in ([], grids[0]), f"{where}: the solution is not that of the puzzle: {mend}")
-                pairs = zip(puzzle, grids[0], strict=True)
-                signed.append([-digit - 1 if clue is None else digit + 1 for clue, digit in pairs])
-                guessed.append(guesses > 0)
+        with Path(self.file).expanduser().open(encoding="utf-8-sig", errors="replace") as file:
+            lines = [line[:_LONGEST] for line in file]
+        names = [name.strip().lower() for name in next(csv.reader(lines[:1]), [])]
+        by_name = not {"puzzle", "quizzes"}.isdisjoint(names)
+        columns = [names.index(name) for name in _COLUMNS if name in names] if by_name else []
+        for number, line in enumerate(watched(lines, "puzzles"), start=1):
+            if not line.strip() or (number == 1 and (columns or not re.search(r"[\d.]", line))):  # a header
+                continue
+            row = next(csv.reader([line]))
+            text = (" ".join(cell for at in columns for cell in row[at : at + 1]) if columns else line).strip()
+            where, read = f"task {self.name}: {self.file}, line {number}", form.fullmatch(text)
+            if read is None:
+                size, other = len(re.split(r"[\s,;]", text)[0]), 5 - self.box
+                where += f" has {size} cells: set task.box to {other}, or" if size == other**4 else ":"
+                give = f"give {cells} cells ({digits}, 0 or . for blanks), then their solution"
+                raise UserError(f"{where} {give}; a CSV file names its columns puzzle and solution")
+            puzzle = [None if cell in "0." else int(cell) - 1 for cell in read[1]]
+            grids, guesses = solve(self.box, puzzle)
+            require(len(grids) > 0, f"{where}: the puzzle has no solution: {mend}")
+            require(len(grids) == 1, f"{where}: the puzzle has more than one solution: {mend}")
+            require(None in puzzle, f"{where}: the puzzle has no blanks: {mend}")
+            given = [int(digit) - 1 for digit in read[2] or ""]
+            require(given in ([], grids[0]), f"{where}: the solution is not that of the puzzle: {mend}")
+            pairs = zip(puzzle, grids[0], strict=True)
+            signed.append([-digit - 1 if clue is None else digit + 1 for clue, digit in pairs])
+            guessed.append(guesses > 0)
         require(bool(signed), f"task {self.name}: {self.file} has no puzzles: give one per line, {cells} cells each")
         return torch.tensor(signed, dtype=torch.int8), torch.tensor(guessed, dtype=torch.bool)
 
