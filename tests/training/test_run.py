@@ -369,12 +369,14 @@ def test_an_order_of_a_scorer_as_the_start_of_one_without(base, tmp_path):
         assert torch.allclose(weight, earlier.state_dict()[name], atol=1e-6)
 
 
-def test_an_earlier_denoiser_trained_further(base, tmp_path):
-    """On other examples than those that it was first trained on."""
+def test_an_earlier_denoiser_trained_further(base, tmp_path, capsys):
+    """On other examples than those that it was first trained on, and not without a word."""
     stages = set()
     wanted = without(recipe(base, f"init={base / 'frozen'}"), model=ModelRecipe(), order=None)
     model = train(wanted, tmp_path / "run", cpu=True, on_update=lambda stage, update: stages.add(stage))
     assert stages == {Stage.DENOISE_FURTHER}
+    said = f"unmask: trains the denoiser of {base / 'frozen'} further for 3 updates"
+    assert capsys.readouterr().err.splitlines()[0] == said
     assert not same(weights(model.denoiser), weights(OrderModel.from_pretrained(base / "frozen").denoiser))
     assert model.selector is None
 

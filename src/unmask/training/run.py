@@ -26,7 +26,7 @@ from unmask.tasks.exact import EXACT, ExactDenoiser, check_exact
 from unmask.tasks.task import Task
 from unmask.training.block_diffusion import BlockDenoiseObjective
 from unmask.training.build import build_model, check_vocabulary, task_of, without_order
-from unmask.training.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, read_checkpoint
+from unmask.training.checkpoint import Checkpoint, CheckpointError, CheckpointFolder, read_checkpoint, warn
 from unmask.training.checkpointer import Checkpointer, stop_signal
 from unmask.training.compiled import compiled_networks
 from unmask.training.expected_time import warn_of_time
@@ -222,6 +222,8 @@ class _Training:
             _check_fits(folder, before, model, ("vocab_size", "denoiser", "tied_head", "shift"))
             return before
         if recipe.denoise is not None:
+            if recipe.init and self.accelerator.is_main_process:
+                warn(f"trains the denoiser of {recipe.init} further for {recipe.denoise.updates} updates")
             self._denoise(Stage.DENOISE_FURTHER if recipe.init else Stage.DENOISE, model, recipe.denoise)
         if recipe.order is None:
             return None
