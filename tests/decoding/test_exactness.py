@@ -280,6 +280,14 @@ def test_a_selector_that_sees_the_drawn_tokens_follows_the_enumerated_law():
         follows(prompt, Learned(SeesDrawn(PSI, NonEmpty())), drawn_law, T)
 
 
+def test_a_selector_that_sees_the_drawn_tokens_warns_of_greedy_ones(recwarn):
+    greedy = {"temperature": 0.0}
+    for policy, options in ((SeesDrawn, greedy), (SeesDrawn, {"temperature": 0.5}), (TabularSelector, greedy)):
+        generate(TabularDenoiser(THETA), torch.tensor(PROMPTS), Learned(policy(PSI, NonEmpty())), T, **options)
+    (said,) = recwarn
+    assert str(said.message).endswith("(model.selector.drawn), and greedy ones are not: give a temperature above 0")
+
+
 def follows(prompt, policy, law, S):
     out = draw(prompt, policy, S)
     law = exact_law(prompt, law, S, policy.remasks)

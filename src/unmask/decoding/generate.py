@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from unmask.decoding.cache import Cache, Kept, check_cache
 from unmask.decoding.canvas import Canvas, blank_canvas, checked_allowed
 from unmask.decoding.confidence import Confidence
 from unmask.decoding.denoiser import AnyDenoiser, CachingDenoiser
-from unmask.decoding.policies import Blocks, Policy, in_blocks, parse_policy
+from unmask.decoding.policies import Blocks, Policy, in_blocks, network_of, parse_policy
 from unmask.decoding.stepper import Stepper
 from unmask.decoding.tokens import Allowed, Decodes, Processor, TokenChoice
 from unmask.errors import UserError, require
@@ -259,6 +260,9 @@ class Engine:
         mask, size = self.denoiser.mask_token_id, getattr(self.denoiser, "vocab_size", None)
         canvas = blank_canvas(prompts, attention_mask, ids, mask, None if size is None else max(size, mask + 1), seed)
         self.policy.check(self.max_steps, canvas.num_response)
+        if getattr(network_of(self.policy), "drawn", False) and not self.choice.temperature:
+            looks = "the order looks at the tokens that are drawn (model.selector.drawn)"
+            warnings.warn(f"{looks}, and greedy ones are not: give a temperature above 0", stacklevel=2)
         return canvas
 
     def to_read(self, sizes: Sequence[int], masks: int) -> int:
