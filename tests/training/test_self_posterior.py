@@ -35,7 +35,8 @@ IDS = torch.tensor([7, 2**40, 3])
 
 
 def model_of(**options):
-    shape = BackboneConfig(width=16, layers=1, heads=2, intermediate=16, max_length=8)
+    # Without positions of their own those of an all-mask response tie, and rounding would rank them.
+    shape = BackboneConfig(width=16, layers=1, heads=2, intermediate=16, max_length=8, absolute_positions=True)
     selector = SelectorConfig(8, 1, 2, BUDGET, **{"prices": PRICES, **options})
     model = OrderModel(OrderModelConfig(3, shape, selector=selector), word_level_tokenizer(["a", "b", "c"])).double()
     return randomised(model, std=0.5)
@@ -223,7 +224,7 @@ def test_the_kl_from_the_rule_of_the_start():
         SelfObjective(model, K, BUDGET, SEED, reference_weight=weight)(batch, IDS, u).metrics for weight in (0.0, 0.5)
     )
     assert float(pulled["value"]) == pytest.approx(float(plain["value"] - 0.5 * pulled["reference_kl"]), abs=1e-6)
-    assert abs(float(pulled["reference_kl"])) > 0.01
+    assert abs(float(pulled["reference_kl"])) > 1e-3
     assert "reference_kl" not in plain
     model.selector = as_it_starts(model)
     at_first = SelfObjective(model, K, BUDGET, SEED, reference_weight=0.5)(batch, IDS, u)
