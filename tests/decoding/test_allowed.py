@@ -128,6 +128,7 @@ def not_four(input_ids, scores):
         ("allowed must return booleans [4, 11], got [4]", lambda s, r, p: p > 0, {}),
         ("cannot be compiled", lambda s, r, p: p > 0, {"compile": True}),
         ("a list of masks goes with a list of prompts", [FOURTH, FOURTH], {}),
+        ("allowed must be booleans [L, V] or [B, L, V], or a function, got dict", {3: FOURTH}, {}),
     ],
 )
 def test_what_leaves_no_token_is_refused_in_one_line(message, allowed, options):

@@ -330,6 +330,13 @@ def test_bad_input(denoiser, policy, options, message):
         generate(denoiser, prompts(), policy, 8, **options)
 
 
+@pytest.mark.parametrize("cache", ["auto", "none", "prefix"])
+def test_a_sequence_longer_than_the_context_is_refused(cache):
+    denoiser = small_denoiser() if cache == "prefix" else block_denoiser()
+    with pytest.raises(UserError, match="65 tokens is longer than the model's context of 64: shorten it"):
+        generate(denoiser, torch.full((1, 65), MASK), "blocks(4,margin)", 20, cache=cache)
+
+
 def test_a_selector_of_other_blocks_is_refused():
     with pytest.raises(UserError, match="cannot hold learned"):
         Blocks(3, Learned(block_selector()))

@@ -39,6 +39,11 @@ def test_the_last_is_what_generate_returns_and_each_is_one_step_further(policy, 
     assert out.history.shape[1] == out.num_steps.max() + 1
 
 
+def test_a_history_takes_the_room_of_the_steps_that_are_taken():
+    out = generate(DENOISER, PROMPTS, "threshold:0.001", 2**30, history=True)
+    assert out.history.shape[1] == 2
+
+
 def test_a_callback_sees_what_the_stream_gives():
     for policy in FOUR:
         told, prompts = [], prompts_for(policy)

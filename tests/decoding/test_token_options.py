@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy
 import pytest
 import torch
 
@@ -311,6 +312,35 @@ def test_what_cannot_be_meant_is_refused_in_one_line(message, options):
     )
     with pytest.raises(UserError, match=re.escape(message)):
         generate(DENOISER, PROMPTS, "margin", 6, **given)
+
+
+def test_ids_of_every_kind():
+    for several in ([4, 3], (4, 3), torch.tensor([4, 3]), [torch.tensor(4), numpy.int64(3)], numpy.array([4, 3])):
+        choice = TokenChoice(eos_token_id=several, suppress_tokens=several)
+        assert choice.eos_ids == choice.suppress_tokens == (4, 3)
+    for one in (4, numpy.int64(4), torch.tensor(4), {4}):
+        assert TokenChoice(eos_token_id=one).eos_ids == (4,)
+
+
+class TakesAnyId(Recorded):
+    """What it does not know looks like a mask to it."""
+
+    def hidden(self, tokens, attention_mask=None):
+        return super().hidden(tokens.clamp(max=MASK), attention_mask)
+
+
+def test_a_prompt_may_hold_ids_above_those_of_the_head_and_the_mask():
+    """The penalty counts them for nobody, and a processor may look their scores up."""
+    prompts, denoiser = torch.tensor([[MASK + 5, MASK, MASK, MASK, 3]]), TakesAnyId(DENOISER)
+    found = [
+        generate(denoiser, given, "margin", 3, repetition_penalty=penalty).tokens[0, 1:].tolist()
+        for given, penalty in ((prompts, 9.0), (prompts.clamp(max=MASK + 1), 9.0), (prompts, 1.0))
+    ]
+    assert found[0] == found[1] != found[2]
+    seen = []
+    generate(denoiser, prompts, "margin", 3, processors=[lambda ids, p: seen.append(p.gather(1, ids)[:, 0]) or p])
+    assert seen
+    assert all((scores == -torch.inf).all() for scores in seen)
 
 
 def test_what_is_given_as_an_iterator_outlasts_its_check():

@@ -279,3 +279,23 @@ def test_fcd_is_that_of_the_package(rdkit, tmp_path):
     near, far = again.overall(CHAINS[5::-1])["FCD"], again.overall(["CCl", "c1ccccc1"])["FCD"]
     assert near == pytest.approx(0, abs=1e-3)
     assert far > 1
+    # Of as many true ones, which are not among those of the reference.
+    lines = "".join(f"{text},{split}\n" for split in ("train", "test") for text in CHAINS[:4])
+    some = task_of(tmp_path, f"SMILES,SPLIT\n{lines}", "some.csv", fcd=2)
+    texts = [some.text(row) for row in some.examples(torch.arange(4), "test").tokens.tolist()]
+    assert sorted(texts) == sorted(CHAINS[:4])
+    figures = some.overall(CHAINS[:2])
+    expected = frechet_distance(described(texts[2:]), described(texts[:2]))
+    assert figures["FCD of true ones"] == pytest.approx(expected, abs=1e-5)
+    assert "FCD of true ones" not in some.overall(CHAINS[:3])
+
+
+def test_held_out_molecules_are_not_in_the_order_of_their_file(tmp_path):
+    """The files of MOSES are sorted; an evaluation of some of them would be one of those that stand first."""
+    chains = ["C" * n for n in range(1, 11)]
+    task = task_of(tmp_path, "SMILES,SPLIT\n" + "".join(f"{text},test\n{text},train\n" for text in chains), "long.csv")
+    ids = torch.arange(10)
+    written = [len(task.text(row)) for row in task.examples(ids, "test").tokens.tolist()]
+    assert sorted(written) == list(range(1, 11)) != written
+    trained = [len(task.text(row)) for row in task.examples(ids, "train").tokens.tolist()]
+    assert trained == list(range(1, 11)), "those are drawn at random anyway"

@@ -121,6 +121,10 @@ def test_steps():
     assert one == dict.fromkeys(OPERATIONS, 1) | random
     assert WaitingLines(operations="copy, remove-random", max_n=17).min_steps == 5
     assert WaitingLines(operations="insert-random", max_n=6).min_steps == 3  # 7 places: 3, 1 and the settled rest
+    held_out = {split: WaitingLines(held_out=split) for split in ("test", "copy", "remove-random", "remove-random-16")}
+    assert [task.min_steps for task in held_out.values()] == [32, 1, 5, 4]
+    assert held_out["copy"].entropy == 0
+    assert held_out["remove-random-16"].entropy == pytest.approx(math.log(16))
 
 
 def test_total_variation_by_hand():

@@ -197,6 +197,15 @@ def test_the_loss_is_that_of_the_estimator_and_reaches_the_selector_alone():
     assert sum(float(p.grad.abs().sum()) for p in model.denoiser.parameters() if p.grad is not None) > 1e-3
 
 
+def test_without_prices_steps_are_free():
+    model, batch = model_of(prices=()), examples()
+    outcome = SelfObjective(model, K, BUDGET, SEED)(batch, IDS, torch.tensor([0.1, 0.5, 0.9]))
+    orders = SelfObjective(model, K, BUDGET, SEED).orders(batch, IDS, torch.full((3,), BUDGET), torch.ones(3))
+    wanted = estimate_self(orders.gain, orders.expected, orders.log_p, orders.holds_mask, torch.zeros(3))
+    assert outcome.loss.item() == pytest.approx((wanted.loss / batch.num_response).mean().item(), abs=1e-6)
+    assert outcome.metrics["value"].item() == pytest.approx((wanted.value / batch.num_response).mean().item(), abs=1e-6)
+
+
 def test_budgets_are_drawn():
     objective = SelfObjective(model_of(), K, 2, SEED)
     budgets = objective._budgets(torch.arange(4000))
@@ -215,6 +224,20 @@ def test_the_reward_is_the_tasks_verdict():
     steps = orders.holds_mask.sum(0)
     assert float(outcome.metrics["reward"]) == pytest.approx(float(right.mean()))
     assert float(outcome.metrics["value"]) == pytest.approx(float((right - PRICES[0] * steps).mean()), abs=1e-6)
+
+
+def test_a_reward_does_not_look_at_the_true_tokens():
+    """A denoiser may give them no mass at all."""
+    model, batch, losses = model_of(), examples(), []
+    logits = model.denoiser.logits
+    model.denoiser.logits = lambda hidden: logits(hidden).index_fill(-1, torch.tensor([2]), -torch.inf)
+    for tokens in (batch.tokens, torch.where(batch.response, 1, batch.tokens)):
+        given = dataclasses.replace(batch, tokens=tokens)
+        objective = SelfObjective(model, K, BUDGET, SEED, checker=FixedTask(batch), temperature=1.0)
+        objective._judged = lambda written, _: (written.sum(-1) % 2).bool()
+        losses.append(objective(given, IDS, torch.tensor([0.1, 0.5, 0.9])).loss.item())
+    assert math.isfinite(losses[0])
+    assert losses[0] == losses[1]
 
 
 def test_the_kl_from_the_rule_of_the_start():
@@ -343,7 +366,12 @@ def test_one_token_per_step(tmp_path, posterior):
         ("order.prices=[1.0,2.0]", "give least_budget too, such as 2, or leave prices out$"),
         ("order.prices=[2.0,1.0] order.least_budget=2", "prices must be two"),
         ("order.thresholds=[0.9,0.8]", "set start, or leave them out$"),
-        ("order.start=paced order.least_budget=2 order.thresholds=[0.8,0.9]", "thresholds must be two between 0 and 1"),
+        (
+            "order.start=paced order.least_budget=2 order.thresholds=[0.8,0.9]",
+            "thresholds must be two from 1e-6 to 1 - 1e-6",
+        ),
+        ("order.start=paced order.least_budget=2 order.thresholds=[0.9999999,0.6]", "where log-odds end"),
+        ("order.start=threshold order.least_budget=2 order.selection=one", "as no threshold does: leave start out"),
         ("order.temperature=0.0", "set reward, or leave it out"),
         ("model.selector.drawn=true", "set order.reward = true and order.temperature above 0, or leave it out$"),
         ("model.selector.drawn=true order.reward=true order.temperature=0.0", "drawn for a reward"),

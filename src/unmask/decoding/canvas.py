@@ -118,12 +118,12 @@ def checked_allowed(allowed: Any, whole: Canvas, choice: TokenChoice, mask_token
     if callable(allowed) and not isinstance(allowed, Tensor):
         return cast(Allowed, allowed)
     if isinstance(allowed, Sequence):
-        masks = [torch.as_tensor(mask) for mask in allowed]
+        masks = [_tensor(mask, "each mask of allowed must be booleans [L, V]") for mask in allowed]
         own = (whole.position.amax(-1) + 1).tolist()
         fit = all(mask.ndim == 2 and mask.shape[1] == masks[0].shape[1] for mask in masks)
         require(fit and [len(mask) for mask in masks] == own, "give each prompt a mask [L, V]")
         allowed = pad_sequence(masks, True, 0, "left")
-    allowed = torch.as_tensor(allowed)
+    allowed = _tensor(allowed, "allowed must be booleans [L, V] or [B, L, V], or a function")
     B, L = whole.tokens.shape
     require(allowed.dtype == torch.bool, f"allowed must be booleans, got {allowed.dtype}")
     fits = allowed.ndim in (2, 3) and tuple(allowed.shape[:-1]) in ((L,), (B, L))
@@ -170,10 +170,14 @@ def _rectangle(prompts: Tensor | Sequence[Tensor], mask: Tensor | None, mask_tok
 
 def _whole_numbers(values: Any, what: str) -> Tensor:
     """As int64: a hash of narrower integers would wrap elsewhere."""
-    try:
-        numbers = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError):
-        raise UserError(f"{what} must be whole numbers, got {type(values).__name__}") from None
+    numbers = _tensor(values, f"{what} must be whole numbers")
     if numbers.numel() and (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool):
         raise UserError(f"{what} must be whole numbers, got {numbers.dtype}")
     return numbers.long()
+
+
+def _tensor(values: Any, wanted: str) -> Tensor:
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"{wanted}, got {type(values).__name__}") from None

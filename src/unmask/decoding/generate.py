@@ -187,7 +187,8 @@ class Engine:
             needed = "attention masks and position ids: a denoiser with hidden_with(tokens, attend, positions)"
             raise UserError(f"{policy.name} needs {needed}; {type(denoiser).__name__} has none: take another rule")
         self.denoiser, self.policy, self.max_steps = denoiser, policy, max_steps
-        self.choice, self.batch_size = choice or TokenChoice(), batch_size
+        self.choice, self.batch_size = TokenChoice() if choice is None else choice, batch_size
+        require(isinstance(self.choice, TokenChoice), f"choice must be a TokenChoice, got {choice!r}")
         if self.choice.eos_last and (policy.remasks or not policy.reads):
             what = "masks again what was revealed" if policy.remasks else "decides before the denoiser's pass"
             raise UserError(f"eos_last does not go with {policy.name}, which {what}: leave one of them out")
@@ -217,9 +218,11 @@ class Engine:
             if watched:
                 out = turn.result()
                 if history:
-                    if canvases is None:
-                        canvases = out.tokens.new_empty(len(out.tokens), self.max_steps + 1, out.tokens.shape[1])
-                    rows = torch.arange(len(out.tokens), device=out.tokens.device)
+                    B, L = out.tokens.shape
+                    rows, most = torch.arange(B, device=out.tokens.device), int(out.num_steps.max())
+                    canvases = out.tokens.new_empty(B, 1, L) if canvases is None else canvases
+                    if most >= canvases.shape[1]:  # twice the room: max_steps may be far more than are taken
+                        canvases = torch.cat([canvases, canvases.new_empty(B, most + 1, L)], dim=1)
                     canvases[rows, out.num_steps] = out.tokens
                 if on_step is not None:
                     on_step(out)

@@ -386,15 +386,17 @@ class Stepper:
     def _others(self, canvas: Canvas, at: Tensor) -> Tensor:
         """[m, V]: how often each token stands in the sequence of each place [m], the place itself left out."""
         tokens, V = self._without_padding(canvas), self.vocab_size
-        counts = torch.zeros(len(tokens), max(V, self.denoiser.mask_token_id + 1), dtype=torch.long, device=at.device)
+        tokens = tokens.clamp(max=V)  # what the head does not write, such as the mask
+        counts = torch.zeros(len(tokens), V + 1, dtype=torch.long, device=at.device)
         counts.scatter_add_(-1, tokens, torch.ones_like(tokens))
         elsewhere = counts[at // self.length]
         return elsewhere.scatter_add(-1, tokens.flatten()[at][:, None], -torch.ones_like(at)[:, None])[:, :V]
 
     def _processed(self, canvas: Canvas, at: Tensor, logits: Tensor) -> Tensor:
         """Through the processors, which may look up the score of any token of the sequence, the mask token too."""
-        sequences, V = self._without_padding(canvas)[at // self.length], self.vocab_size
-        beyond = max(0, self.denoiser.mask_token_id + 1 - V)
+        tokens, V = self._without_padding(canvas), self.vocab_size
+        sequences = tokens[at // self.length]
+        beyond = max(0, self.denoiser.mask_token_id + 1 - V, int(tokens.max()) + 1 - V)
         scores = torch.nn.functional.pad(logits, (0, beyond), value=-torch.inf)
         for processor in self.choice.processors:
             given, name = processor(sequences, scores), getattr(processor, "__name__", type(processor).__name__)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -77,18 +77,15 @@ class TokenChoice:
             require(isinstance(value, Real), f"{name} must be a number, got {value!r}")
             finite = name == "top_p" or 0 <= value < float("inf")
             require(finite, f"{name} must not be negative and must be finite, got {value}")
-        eos = self.eos_token_id
-        whole = (
-            type(eos) is int or eos is None or (isinstance(eos, Sequence) and all(type(each) is int for each in eos))
-        )
-        require(whole, f"eos_token_id must be a whole number or several, got {eos!r}")
-        for name in ("suppress_tokens", "cfg_keep_tokens", "processors"):  # an iterator would be empty when it is used
-            if isinstance(given := getattr(self, name), Iterable):
-                object.__setattr__(self, name, tuple(given))
+        if self.eos_token_id is not None:
+            eos = _token_ids(self.eos_token_id, "eos_token_id must be a whole number or several")
+            object.__setattr__(self, "eos_token_id", eos)
         for name in ("suppress_tokens", "cfg_keep_tokens"):
-            given = getattr(self, name)
-            whole = isinstance(given, tuple) and all(type(token) is int and token >= 0 for token in given)
-            require(whole, f"{name} must be token ids, got {given!r}")
+            ids = getattr(self, name)
+            require(isinstance(ids, Iterable), f"{name} must be token ids, got {ids!r}")
+            object.__setattr__(self, name, _token_ids(ids, f"{name} must be token ids"))
+        if isinstance(self.processors, Iterable):  # an iterator would be empty when it is used
+            object.__setattr__(self, "processors", tuple(self.processors))
         penalty = self.repetition_penalty
         sound = isinstance(penalty, Real) and 0 < penalty < float("inf")
         require(sound, f"repetition_penalty must be above 0, got {penalty!r}")
@@ -114,8 +111,7 @@ class TokenChoice:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        eos = self.eos_token_id
-        return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        return self.eos_token_id or ()  # type: ignore[return-value]  # a tuple, once it is checked
 
     def is_eos(self, tokens: Tensor) -> Tensor:
         """bool, of any shape."""
@@ -147,6 +143,18 @@ class TokenChoice:
         before = p.cumsum(-1) - p  # a token is kept while those before it hold less than top_p
         p = torch.where(before < self.top_p, p, 0.0)
         return order.gather(-1, inverse_cdf(p, uniforms)[:, None])[:, 0]
+
+
+def _token_ids(given: Any, wanted: str) -> tuple[int, ...]:
+    """One id or several, also of numpy or torch."""
+
+    def plain(each: Any) -> Any:
+        return each.tolist() if hasattr(each, "tolist") else each
+
+    several = plain(given)
+    ids = [plain(each) for each in several] if isinstance(several, Iterable) else [several]
+    require(all(type(each) is int and each >= 0 for each in ids), f"{wanted}, got {given!r}")
+    return tuple(ids)
 
 
 def penalised(logits: Tensor, others: Tensor, penalty: float) -> Tensor:

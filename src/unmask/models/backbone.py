@@ -250,12 +250,9 @@ class Backbone(nn.Module):
 
     def forward(self, tokens: Tensor, attention_mask: Tensor | Layout | None = None, finish: bool = True) -> Tensor:
         """Without `finish`, what the method of that name makes hidden states of."""
-        length, longest = tokens.shape[1], self.config.max_length
-        if length > longest and not isinstance(attention_mask, Layout):  # a copy of each position may be in it
-            raise UserError(
-                f"a sequence of {length} tokens is longer than the model's context of {longest}: "
-                "shorten it or train with a larger max_length"
-            )
+        length = tokens.shape[1]
+        if not isinstance(attention_mask, Layout):  # a copy of each position may be in it
+            self._check_length(length)
         dtype = stream_dtype(self.embedding.weight)
         if self.config.block_size and (attention_mask is None or isinstance(attention_mask, Tensor)):
             attention_mask = self.in_blocks(tokens, attention_mask)
@@ -270,6 +267,11 @@ class Backbone(nn.Module):
         if finish:
             return layout.put(self.run(x, cos, sin, layout.attend))
         return layout.put(self.through(x, (cos, sin), layout.attend, finish=False))
+
+    def _check_length(self, length: int) -> None:
+        longest = self.config.max_length
+        too_long = f"a sequence of {length} tokens is longer than the model's context of {longest}"
+        require(length <= longest, f"{too_long}: shorten it or train with a larger max_length")
 
     def at(self, tokens: Tensor, positions: Tensor, attend: Tensor) -> Tensor:
         """As forward, of tokens at these positions [B, L], where i sees j if attend [B, L, L] bool holds at i, j."""
@@ -288,6 +290,7 @@ class Backbone(nn.Module):
 
     def new_cache(self, rows: int, length: int) -> Tensor:
         """Room for the keys and values of `rows` sequences: [layers, 2, rows, length, K, E]."""
+        self._check_length(length)
         weight, config = self.embedding.weight, self.config
         shape = (config.layers, 2, rows, length, config.K, config.E)
         return torch.zeros(shape, dtype=stream_dtype(weight), device=weight.device)

@@ -105,7 +105,7 @@ def _on_frozen(recipe: Recipe, task: Task, denoiser: Any) -> OrderModel:
     place = frozen.config("" if denoiser is not None else str(Path(named).expanduser().absolute()), **read_as)
     examples = task.examples(torch.arange(2), "train")
     all_written = bool((examples.response == examples.attention_mask).all())  # then all positions look alike at first
-    with prefixed("model"):
+    with prefixed("model and order"):
         positions = task.length if all_written else 0
         unknown = recipe.model.selector.drawn and frozen.vocab_size is None
         require(not unknown, "selector.drawn: the denoiser does not say its vocab_size: give it that attribute")
@@ -216,7 +216,7 @@ def _with_order(plain: OrderModel, networks: ModelRecipe, order: OrderRecipe) ->
     trunk, scorer = plain.config.denoiser, networks.scorer
     assert isinstance(trunk, BackboneConfig)
     scorer_width = scorer.width or trunk.width
-    with prefixed("model"):
+    with prefixed("model and order"):
         config = dataclasses.replace(
             plain.config,
             selector=_selector(

@@ -203,7 +203,7 @@ class SelfObjective(nn.Module):
             log_mu, seen = self.read(reading.logits, reading.truth, chosen if model.selector.drawn else None)
         proposed = tokens
         if self.checker is not None:
-            log_mu, proposed = 0 * log_mu, torch.where(masked, reading.spread(chosen), tokens)
+            log_mu, proposed = torch.zeros_like(log_mu), torch.where(masked, reading.spread(chosen), tokens)
         seen, t = reading.spread(seen), budget - 1 - index
         # Where it reads no hidden states, none are kept: they may be logits.
         hidden = reading.hidden.detach() if model.selector.read_hidden is not None else seen.new_empty(*masked.shape, 0)

@@ -120,7 +120,8 @@ class KLStable(ByConfidence):
     All masks with c_n > tau and KL(p_n now || p_n at the pass before) < eps at each of the last h passes (KLASS).
 
     No position is stable before pass h + 1.  If there is none: top probability with k_i.
-    Inside `blocks` all masks of the response are compared at every pass: a new block starts with its history.
+    Inside `blocks` all masks of the response are compared at every pass: a new block starts with its history, and
+    h - 1 of its own passes go by before a mask counts as stable.
     It keeps the last pass's distribution: N x V floats a sequence.
     """
 
@@ -148,7 +149,8 @@ class KLStable(ByConfidence):
     def decide(self, step: Step) -> Decision:
         log_c = self.log_c(step)
         stable = torch.where(step.stats["change"] < self.eps, step.memory["stable"] + 1, 0)
-        sure = step.masked & above(log_c, self.tau) & (stable >= self.h)
+        stable_now = (stable >= self.h) & (step.index >= self.h - 1)[:, None]
+        sure = step.masked & above(log_c, self.tau) & stable_now
         counted = highest(log_c, step.masked, step.count())
         return Decision(torch.where(sure.any(-1, keepdim=True), sure, counted), memory={"stable": stable})
 

@@ -22,6 +22,7 @@ from unmask import files
 from unmask.display import say
 from unmask.errors import UserError, prefixed, require
 from unmask.progress import progress
+from unmask.rng import Purpose, uniforms
 from unmask.tasks.cache import Ragged, alone_in, cache_folder, written_whole
 from unmask.tasks.diversity import sequence_codes
 from unmask.tasks.molecules.chemistry import Gaussian, canonical, chemnet, described, drawn, frechet_distance
@@ -123,6 +124,7 @@ class Molecules(Task):
     def overall(self, codes: Sequence[str]) -> dict[str, float]:
         """Of the valid samples the part of different molecules, of these the part that was not trained on; their FCD.
 
+        The FCD falls with the number of molecules, so that of as many true ones stands beside it.
         A molecule was trained on if the file has it as it was written here, or in the canonical form.
         """
         valid = [(found, text) for found, text in zip(canonical(codes), codes, strict=True) if found]
@@ -135,6 +137,9 @@ class Molecules(Task):
         figures |= {"unique": len(distinct) / len(valid), "novel": 1 - len(known) / len(distinct)}
         if self.fcd and len(valid) > 1:
             figures["FCD"] = frechet_distance(described([found for found, _ in valid]), self._reference)
+            if self.test_examples >= self.fcd + len(valid):
+                as_many = described(self._held_out(self.fcd, len(valid)))
+                figures["FCD of true ones"] = frechet_distance(as_many, self._reference)
         return {name: round(figure, 6) for name, figure in figures.items()}
 
     def _was_trained_on(self, texts: Sequence[str]) -> Tensor:
@@ -153,9 +158,12 @@ class Molecules(Task):
 
     @cached_property
     def _reference(self) -> Gaussian:
-        ids = torch.arange(min(self.fcd, self.test_examples))
-        examples = self.examples(ids, "test")
-        return described([found for found in canonical(self.codes(examples.tokens, examples)) if found])
+        return described(self._held_out(0, self.fcd))
+
+    def _held_out(self, start: int, count: int) -> list[str]:
+        """Held-out molecules from `start` on, as many as there are."""
+        examples = self.examples(torch.arange(start, min(start + count, self.test_examples)), "test")
+        return [found for found in canonical(self.codes(examples.tokens, examples)) if found]
 
     def _rows(self, split: str) -> np.ndarray:
         """The molecules of a split that are not too long."""
@@ -173,7 +181,8 @@ class Molecules(Task):
         if too_long:
             found = f"{too_long} of {total} molecules are longer than length {self.length} and left out"
             say(f"task {self.name}: {found}", err=True)
-        return {split: np.flatnonzero(rows) for split, rows in fits.items()}
+        rows = {split: np.flatnonzero(some) for split, some in fits.items()}
+        return {split: some if split == "train" else _shuffled(some) for split, some in rows.items()}
 
     @cached_property
     def _ids(self) -> dict[str, int]:
@@ -245,6 +254,12 @@ class Molecules(Task):
         sizes = ", ".join(f"{len(some)} {split}" for split, some in made.items())
         say(f"task {self.name}: {sizes} molecules of {len(vocabulary)} tokens", err=True)
         return vocabulary, made, left_out.total()
+
+
+def _shuffled(rows: np.ndarray) -> np.ndarray:
+    """Always in the same order: the files of MOSES are sorted, and their first molecules are much alike."""
+    shuffled: np.ndarray = rows[uniforms(0, Purpose.EXAMPLE, torch.arange(len(rows))).argsort().numpy()]
+    return shuffled
 
 
 def _read(folder: Path) -> _Tokens | None:

@@ -99,20 +99,21 @@ class WaitingLines(Puzzle):
 
     @property
     def min_steps(self) -> int:
-        """Of the operation that needs most, at max_n; two tokens that depend on each other are never written at once.
+        """Of the held-out operation that needs most, at its greatest n; tokens that depend on each other are never
+        written at once.
 
         remove-random   each step halves the n possible gaps: ceil(log2 n)
         insert-random   a step finds the place or halves the n + 1, and the last settled tokens are a step of their own
         replace-random  a token that is not the new one says nothing of where that is: one at a time, as in `shuffle`
         """
-        n = self.max_n
+        operations, _, n = self._asked("test")
         steps = {"remove-random": (n - 1).bit_length(), "insert-random": (n + 1).bit_length()}
-        return max({"replace-random": n, "shuffle": n, **steps}.get(operation, 1) for operation in self._chosen)
+        return max({"replace-random": n, "shuffle": n, **steps}.get(operation, 1) for operation in operations)
 
     @property
     def entropy(self) -> float:
-        lengths = range(self.min_n, self.max_n + 1)
-        logs = [math.log(_num_answers(operation, n)) for operation in self._chosen for n in lengths]
+        operations, least, most = self._asked("test")
+        logs = [math.log(_num_answers(word, n)) for word in operations for n in range(least, most + 1)]
         return math.fsum(logs) / len(logs)
 
     def examples(self, ids: Tensor, split: str) -> Examples:
