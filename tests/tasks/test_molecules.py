@@ -216,7 +216,7 @@ def test_molecules_count_not_their_spellings(task, rdkit):
     """OCC is CCO, which is in test only; NCCNC is in train as it is written, C1=CC=CC=C1 in its canonical form."""
     assert canonical(["NCCNC"])[0] not in CHAINS
     figures = task.overall(["OCC", "CCO", "C(C)O", "C(", "", "NCCNC", "CBr", "C1CC1", "c1ccccc1", "C1=CC=CC=C1"])
-    assert figures == {"valid x unique": 0.5, "unique": 0.625, "novel": 0.6}
+    assert figures == {"valid x unique": 0.5, "unique": 0.625, "novel": 0.6, "characters": 5.375}
     assert task.overall(["C1=CC=CC=C1"])["novel"] == 0
     assert task.overall(["C("]) == {"valid x unique": 0.0}
     assert [task.overall([text])["novel"] for text in ("S", "C" * 12, "C" * 13)] == [1, 0, 1]

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -122,7 +123,7 @@ class Molecules(Task):
         return [self.text(row) if whole else "" for row, whole in zip(tokens.tolist(), written, strict=True)]
 
     def overall(self, codes: Sequence[str]) -> dict[str, float]:
-        """Of the valid samples the part of different molecules, of these the part that was not trained on; their FCD.
+        """Of the valid samples the part of different molecules, of these the part not trained on, their length, their FCD.
 
         The FCD falls with the number of molecules, so that of as many true ones stands beside it.
         A molecule was trained on if the file has it as it was written here, or in the canonical form.
@@ -135,6 +136,7 @@ class Molecules(Task):
         trained = self._was_trained_on([text for pair in valid for text in pair]).view(-1, 2).any(-1).tolist()
         known = {found for (found, _), old in zip(valid, trained, strict=True) if old}
         figures |= {"unique": len(distinct) / len(valid), "novel": 1 - len(known) / len(distinct)}
+        figures["characters"] = fmean(len(text) for _, text in valid)
         if self.fcd and len(valid) > 1:
             figures["FCD"] = frechet_distance(described([found for found, _ in valid]), self._reference)
             if self.test_examples >= self.fcd + len(valid):
