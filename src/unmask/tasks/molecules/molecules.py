@@ -123,7 +123,7 @@ class Molecules(Task):
         return [self.text(row) if whole else "" for row, whole in zip(tokens.tolist(), written, strict=True)]
 
     def overall(self, codes: Sequence[str]) -> dict[str, float]:
-        """Of the valid samples the part of different molecules, of these the part not trained on, their length, their FCD.
+        """Of the valid samples: the part of different molecules, of these the part not trained on, length and FCD.
 
         The FCD falls with the number of molecules, so that of as many true ones stands beside it.
         A molecule was trained on if the file has it as it was written here, or in the canonical form.
