@@ -77,8 +77,8 @@ than 0.67 on average. On `permutation` they are four points better on average, a
 On `latin-square` they are two points better than the rules at the steps of each seed, but `threshold:0.9` with up to 10
 steps has 0.985 in 3.05 steps on average. The selector as its own posterior is better than the paper's scorer on
 `chain`, `permutation`, `latin-square` and `parity-dag`, and as good on `groups` and `addition`; the scorer ran on other
-seeds, two but for `groups`. With UPO's pull towards the rule that it starts as (weight 0.1, one seed, another one) it is
-below the mean of the order without it on `chain`, `permutation` and `latin-square`, and as good on `addition`.
+seeds, two but for `groups`. With UPO's pull towards the rule that it starts as (weight 0.1, one other seed) it is below
+the mean of the order without it on `chain`, `permutation` and `latin-square`, and as good on `addition`.
 
 Written by `python benchmarks/puzzles.py table` from the records in `results/puzzles/`, which
 `python benchmarks/puzzles.py run` makes with the commands in their `cost.json`.
