@@ -237,6 +237,8 @@ WRONG_OPTIONS = [
     ),
     ("evaluate RUN --bound --top-k 2", "--bound takes no"),
     ("sample RUN --temperature 0 --top-p 0.5", "give a temperature above 0"),
+    ("sample RUN --stop b", "no end of sequence (eos_token_id): leave out --min-length, --stop-at-eos, --eos-last and"),
+    ("sample RUN --repetition-penalty 0", "repetition_penalty must be above 0, got 0"),
     ("evaluate RUN --bound --samples 0", "--samples"),
     ("evaluate RUN --samples 2", "--samples and --price are for --bound"),
     ("evaluate RUN --price 1", "--policy 'learned(price=0.1)'"),
@@ -970,6 +972,17 @@ def test_sample_on_the_cpu(ok, run, monkeypatch):
     for words in ([], ["--cpu"]):
         ok("sample", run, "--num", "1", *words)
     assert asked == [None, torch.device("cpu")]
+
+
+def test_sample_chooses_tokens_as_it_is_asked_to(ok, run, monkeypatch):
+    chosen, write = [], trace.write
+    monkeypatch.setattr(trace, "write", lambda *given: chosen.append(given[5]) or write(*given))
+    monkeypatch.setattr(Groups, "eos_token_id", 0)
+    numbers = ["--top-p", "0.9", "--guidance", "0.5", "--min-length", "1", "--repetition-penalty", "1.5"]
+    ok("sample", run, "--num", "1", *numbers, "--stop-at-eos", "--eos-last", "--stop", "b c", "--stop", "c c")
+    wanted = {"top_p": 0.9, "guidance": 0.5, "min_length": 1, "stop_at_eos": True, "eos_last": True}
+    wanted |= {"repetition_penalty": 1.5, "stop_strings": ("b c", "c c"), "eos_ids": (0,)}
+    assert {name: getattr(chosen[0], name) for name in wanted} == wanted
 
 
 def test_sample_is_repeatable(ok, run):

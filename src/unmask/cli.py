@@ -77,6 +77,11 @@ Overrides = Annotated[
 
 TopP = Annotated[float, Option(help="Sample among the fewest tokens that hold this much of the mass.")]
 TopK = Annotated[int, Option(help="Sample among this many most probable tokens; 0: all.")]
+Guidance = Annotated[float, Option(help="Weight of classifier-free guidance: a second pass, with the prompt masked.")]
+MinLength = Annotated[int, Option(help="Forbid the end of sequence at this many first positions of the response.")]
+StopAtEos = Annotated[
+    bool, Option("--stop-at-eos", help="Finish a sequence when all its masks lie behind an end of sequence.")
+]
 
 Cached = Annotated[
     str,
@@ -338,15 +343,9 @@ def evaluate(
     temperature: Annotated[float | None, Option(min=0, help="0 is greedy.", show_default="the recipe's")] = None,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
-    guidance: Annotated[
-        float, Option(help="Weight of classifier-free guidance: a second pass, with the prompt masked.")
-    ] = 0.0,
-    min_length: Annotated[
-        int, Option(help="Forbid the end of sequence at this many first positions of the response.")
-    ] = 0,
-    stop_at_eos: Annotated[
-        bool, Option("--stop-at-eos", help="Finish a sequence when all its masks lie behind an end of sequence.")
-    ] = False,
+    guidance: Guidance = 0.0,
+    min_length: MinLength = 0,
+    stop_at_eos: StopAtEos = False,
     seed: Annotated[
         int | None, Option(min=-(2**63), max=2**63 - 1, help="Seed of the sampling.", show_default="the recipe's")
     ] = None,
@@ -720,6 +719,18 @@ def sample(
     temperature: Annotated[float | None, Option(min=0, help="0 is greedy.", show_default="the recipe's")] = None,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
+    guidance: Guidance = 0.0,
+    min_length: MinLength = 0,
+    stop_at_eos: StopAtEos = False,
+    eos_last: Annotated[
+        bool, Option("--eos-last", help="Reveal an end of sequence only where nothing else is proposed.")
+    ] = False,
+    repetition_penalty: Annotated[
+        float, Option(help="Above 1: tokens that stand elsewhere in the sequence become less probable.")
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None, Option(help="A text that ends the response; may be repeated.", show_default=False)
+    ] = None,
     seed: Annotated[int, Option(min=-(2**63), max=2**63 - 1, help="Seed of the sampling.")] = 0,
     cache: Cached = "auto",
     trace: Annotated[bool, Option("--trace", help="Print every step of the unmasking.")] = False,
@@ -744,6 +755,8 @@ def sample(
         traces.check_picture(svg)
     console, found = Console(highlight=False), list[Any]()
     options: dict[str, Any] = {"split": split, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    options |= {"guidance": guidance, "min_length": min_length, "stop_at_eos": stop_at_eos, "eos_last": eos_last}
+    options |= {"repetition_penalty": repetition_penalty, "stop_strings": stop or []}
     options |= {"prompts": prompt or [], "trust_task": trust_task, "denoiser": denoiser, "any_denoiser": any_denoiser}
     moving = watch and console.is_interactive
     with traces.animation(console) if moving else nullcontext() as on_step:

@@ -128,10 +128,7 @@ def evaluate(
     precision = precision_on(device_of(model.denoiser).type, "bf16" if bf16 else "no")
     if bf16 and precision == "no" and processes.is_main:
         say("unmask: without --bf16: bfloat16 is slower than float32 on this CPU", err=True)
-    if task.eos_token_id is None and (min_length or stop_at_eos):
-        raise UserError(
-            f"task {task.name} has no end of sequence (eos_token_id): leave out --min-length and --stop-at-eos"
-        )
+    check_end(task, "--min-length and --stop-at-eos", min_length, stop_at_eos)
     temperature = defaults.temperature if temperature is None else temperature
     choice = TokenChoice(temperature, top_p, top_k, guidance, task.eos_token_id, min_length, stop_at_eos)
     number = examples_of(task, examples, defaults.examples)
@@ -206,6 +203,12 @@ def open_run(
         torch.set_num_threads(recipe.threads)
     device = device or Processes(cpu=not recipe.model.denoiser).device
     return model.place(device), plain.place(device), task, recipe
+
+
+def check_end(task: Task, options: str, *given: Any) -> None:
+    """UserError where one of these options is given, and the task has no end of sequence."""
+    missing = f"task {task.name} has no end of sequence (eos_token_id): leave out {options}"
+    require(task.eos_token_id is not None or not any(given), missing)
 
 
 def exact_folder(source: Path, out: Path | None, overrides: Sequence[str] = (), trust_task: bool = False) -> Path:

@@ -25,7 +25,7 @@ from unmask.decoding.tokens import TokenChoice
 from unmask.display import in_html, in_markup, visible
 from unmask.errors import UserError, require
 from unmask.evaluation.evaluate import device_of, response_sizes
-from unmask.evaluation.plan import open_run
+from unmask.evaluation.plan import check_end, open_run
 from unmask.progress import watched
 from unmask.tasks.task import Examples, Task, check_example, check_no_mask
 
@@ -34,6 +34,7 @@ BROKEN, LETTER = "\ufffd", 4  # what a decoder writes for a part of a letter, an
 PICTURE = "<!-- written by unmask sample -->"  # a file with this may be replaced
 PROMPT = -1  # the step of what was given
 PAUSE = 0.4  # seconds that a step stands in the animation at least
+_NEED_EOS = ("min_length", "stop_at_eos", "eos_last", "stop_strings")
 SEARCHED = 1000  # examples that are searched where a task has no end of them
 
 
@@ -73,8 +74,6 @@ def sample(
     *,
     split: str | None = None,
     temperature: float | None = None,
-    top_p: float = 1.0,
-    top_k: int = 0,
     seed: int = 0,
     cache: Cache = "auto",
     trust_task: bool = False,
@@ -82,6 +81,7 @@ def sample(
     any_denoiser: bool = False,
     cpu: bool = False,
     on_step: Callable[[list[Writing]], None] | None = None,
+    **tokens: Any,
 ) -> Iterator[list[Writing]]:
     """What each policy writes for each of the first `num` held-out examples, or for those in `examples`.
 
@@ -89,6 +89,7 @@ def sample(
     find: right or wrong for each policy, such as "right,wrong": only examples where the policies are so.
     on_step: called before and after every step with what stands so far of an example, what is being written last, and
         with nothing when the example is finished.
+    tokens: top_p and all else that `TokenChoice` takes.
     """
     device = torch.device("cpu") if cpu else None
     model, plain, task, recipe = open_run(run, device, split, trust_task, denoiser, any_denoiser)
@@ -103,7 +104,8 @@ def sample(
     require(not find or on_step is None, "--find looks at many examples: leave out --watch, or --find")
     require(not find or task.has_checker, f"--find needs a checker, and task {task.name} has none: leave it out")
     temperature = recipe.evaluate.temperature if temperature is None else temperature
-    choice = TokenChoice(temperature, top_p, top_k, eos_token_id=task.eos_token_id)
+    check_end(task, "--min-length, --stop-at-eos, --eos-last and --stop", *map(tokens.get, _NEED_EOS))
+    choice = TokenChoice(temperature, eos_token_id=task.eos_token_id, tokenizer=model.tokenizer, **tokens)
     # The data of a run need not be here to write for a prompt.
     sizes = task.prompted(prompts[0]).response.sum(-1) if prompts else response_sizes(task, 1)
     budget = steps or trained_steps(model.selector, int(sizes[0])) or 4
