@@ -270,8 +270,11 @@ class Backbone(nn.Module):
 
     def _check_length(self, length: int) -> None:
         longest = self.config.max_length
-        too_long = f"a sequence of {length} tokens is longer than the model's context of {longest}"
-        require(length <= longest, f"{too_long}: shorten it or train with a larger max_length")
+        if length > longest:
+            raise UserError(
+                f"a sequence of {length} tokens is longer than the model's context of {longest}: "
+                "shorten it or train with a larger max_length"
+            )
 
     def at(self, tokens: Tensor, positions: Tensor, attend: Tensor) -> Tensor:
         """As forward, of tokens at these positions [B, L], where i sees j if attend [B, L, L] bool holds at i, j."""
