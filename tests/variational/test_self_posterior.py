@@ -97,7 +97,7 @@ def mistaken(mistake):
         after = torch.cat([torch.zeros_like(G[:1]) if reward is None else reward[None], G[:-1]])
         if mistake == "what the step itself earns counted twice":
             after = G
-        others = torch.where(holds_mask if reward is None else True, after, 0.0).flip(-1)  # of two trajectories
+        others = (torch.where(holds_mask, after, 0.0) if reward is None else after).flip(-1)  # of two trajectories
         if mistake == "itself in the baseline":
             others = after.mean(-1, keepdim=True)
         advantage = torch.where(holds_mask, after - others, 0.0)
@@ -109,21 +109,22 @@ def mistaken(mistake):
     return estimate
 
 
+@pytest.mark.parametrize("selection", [Bernoulli(), NonEmpty()])
 @pytest.mark.parametrize(
-    "mistake",
+    ("mistake", "with_reward"),
     [
-        "the last step left out",
-        "price paid after the end",
-        "itself in the baseline",
-        "what the step itself earns left out",
-        "what the step itself earns counted twice",
-        "the gain of earlier steps counted instead",
+        *(("the last step left out", each) for each in (False, True)),
+        *(("price paid after the end", each) for each in (False, True)),
+        *(("itself in the baseline", each) for each in (False, True)),
+        *(("the gain of earlier steps counted instead", each) for each in (False, True)),
+        ("what the step itself earns left out", False),  # with a reward it earns nothing
+        ("what the step itself earns counted twice", False),
     ],
 )
-def test_planted_mistakes_are_found(mistake):
-    check(Bernoulli(), mistaken(""))
+def test_planted_mistakes_are_found(mistake, with_reward, selection):
+    check(selection, mistaken(""), with_reward=with_reward)
     with pytest.raises(AssertionError):
-        check(Bernoulli(), mistaken(mistake))
+        check(selection, mistaken(mistake), with_reward=with_reward)
 
 
 def check_reference(selection, mistake=""):
