@@ -151,6 +151,7 @@ POLICIES: dict[str, Policy] = {
         *("eb:0.6", "eb(1.5,order=entropy)", "klass", "klass(0.2,0.05,1)", "dus"),
         *("blocks(3,iid)", "blocks(3,top-prob)", "blocks(3,klass(0.2,0.05,1))", "blocks(2,stochastic(entropy,0.5))"),
         *("joint-threshold(0.6,0.3)", "saber", "prophet(0,2)", "credit:0.7", "blocks(3,credit:0.7)"),
+        "prophet(order=blocks(3,margin))",
         *("rdm", "rdm(linear,cond)", "p2", "remdm-cap:0.5", "remdm-rescale:0.5", "remdm-conf"),
         *("pc-sampler", "blocks(3,pc-sampler(1,0.5))", "wino(0.4,0.5)", "blocks(3,wino(0.4,0.5))"),
         *("blocks(3,rdm)", "blocks(3,joint-threshold(0.6,0.3))", "blocks(3,saber)", "blocks(3,remdm-cap:0.5)"),
@@ -197,9 +198,14 @@ def ends_early(policy: Policy) -> bool:
     return (policy.inner if isinstance(policy, Blocks) else policy).key in ENDS_EARLY
 
 
+def writes_blocks(policy: Policy) -> bool:
+    """Whether a response is written block by block, by the rule itself or by its order."""
+    return isinstance(getattr(policy, "order", policy), Blocks)
+
+
 def prompts_for(policy: Policy) -> list[Tensor]:
     """Seven of different lengths; no response is shorter than a block."""
-    if isinstance(policy, Blocks):
+    if writes_blocks(policy):
         return [LONGER.get(row, prompt) for row, prompt in enumerate(PROMPTS)]
     return PROMPTS
 

@@ -24,6 +24,7 @@ from tests.decoding.small import (
     prompts_for,
     results,
     small_denoiser,
+    writes_blocks,
 )
 from unmask.decoding.generate import generate
 from unmask.decoding.policies import Blocks, Learned, RewardTrained
@@ -94,7 +95,7 @@ def test_accounts_are_what_the_denoiser_saw(policy):
     """Prompts untouched, no mask left, budget kept; steps, passes, reveals and revisions as they were; no row and no
     projection more than it takes; with guidance, the second pass sees the same canvas without its prompt."""
     prompts = prompts_for(policy)
-    few = 6 if isinstance(policy, Blocks) else 3  # twelve tokens in blocks of two are six blocks
+    few = 6 if writes_blocks(policy) else 3  # twelve tokens in blocks of two are six blocks
     for budget, options in ((few, GREEDY), (13, GREEDY), (6, GUIDED)):
         passes = 2 if options is GUIDED else 1
         denoiser = Recorded(DENOISER, guided=options is GUIDED)
@@ -160,7 +161,7 @@ def test_a_budget_of_one_step_and_one_larger_than_the_response(policy):
     one_each = ("top-prob", "margin", "entropy", "left-to-right", "stochastic", "random", "lo-arm")
     if policy.key in one_each and "count=floor" not in policy.name:
         assert torch.equal(large.num_steps, N)
-    if isinstance(policy, Blocks):
+    if writes_blocks(policy):
         return  # one step cannot write several blocks
     out = generate(DENOISER, PROMPTS, policy, 1, seed=1)
     assert out.num_steps.tolist() == [1] * len(PROMPTS)
@@ -310,7 +311,7 @@ def test_the_rules_differ_here():
     """No two of them write alike; only KLASS and Prophet, which nothing is sure enough for, are top probability."""
     orders = {}
     for name, policy in POLICIES.items():
-        if not isinstance(policy, Blocks):
+        if not writes_blocks(policy):
             out = generate(DENOISER, PROMPTS, policy, 6, seed=2, temperature=1.0)
             orders.setdefault(str((out.reveal_step.tolist(), out.revisions.tolist())), []).append(name)
     assert [names for names in orders.values() if len(names) > 1] == [["top-prob", "klass", "prophet(0,2)"]]

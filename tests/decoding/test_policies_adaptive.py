@@ -410,6 +410,22 @@ def test_prophet():
     assert everything > 20
 
 
+def test_prophet_with_an_order_inside_blocks():
+    """Block by block until the answer is clear, then all that is left of all blocks."""
+    order, rule, L = "blocks(3,top-prob)", "prophet(order=blocks(3,top-prob))", 9
+    canvas, denoiser = torch.full((1, L), MASK), counting_denoiser(L, seed=3)
+    unsure, sure = (CountingDenoiser(scale * denoiser.table) for scale in (0.1, 1000.0))
+    for options in ({}, {"eos_token_id": 1, "eos_last": True}):
+        by_blocks = generate(unsure, canvas, order, L, **options)
+        assert torch.equal(generate(unsure, canvas, rule, L, **options).reveal_step, by_blocks.reveal_step)
+    assert generate(sure, canvas, rule, L).num_steps.tolist() == [1]
+    later = torch.cat([sure.table[: L - 4], unsure.table[L - 4 :]])  # by the masks that are left: sure from four on
+    out = generate(CountingDenoiser(later), canvas, rule, L)
+    expected = generate(unsure, canvas, order, L).reveal_step
+    assert torch.equal(out.reveal_step, expected.clamp(max=int(out.num_steps) - 1))
+    assert 3 < int(out.num_steps) < L
+
+
 def test_prophet_s_gap_is_that_of_the_logits_and_its_order_any():
     denoiser = counting_denoiser(6, scale=6.0)
     out = generate(denoiser, torch.full((1, 6), MASK), Prophet(order=LeftToRight()), 6)

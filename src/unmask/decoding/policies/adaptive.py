@@ -17,6 +17,7 @@ from unmask.decoding.policies.scheduled import (
     Ranked,
     TopProbability,
 )
+from unmask.decoding.policies.structured import Blocks
 from unmask.errors import require
 
 
@@ -201,6 +202,7 @@ class Prophet(Policy):
 
     g = mean of (first - second logit) over the answer: the `size` response positions from place `start` on (size 0: all
     from there on), revealed or not (Li et al. 2025).  One that may hold a single token only (`allowed`) does not count.
+    The order may be inside blocks, `order=blocks(32,top-prob)`; what is left is revealed in all of them.
     """
 
     key = "prophet"
@@ -208,12 +210,14 @@ class Prophet(Policy):
     start: int = 0
     size: int = 0
     _: KW_ONLY
-    order: Ranked = field(default_factory=TopProbability)
+    order: Policy = field(default_factory=TopProbability)
 
     def __post_init__(self) -> None:
         whole = all(type(value) is int and value >= 0 for value in (self.start, self.size))
         require(whole, f"prophet: start and size must be 0 or more, got {self.start!r} and {self.size!r}")
-        require(isinstance(self.order, Ranked), f"prophet needs an order such as margin, not {as_text(self.order)}")
+        order = self.order.inner if isinstance(self.order, Blocks) else self.order
+        require(isinstance(order, Ranked), f"prophet needs an order such as margin, not {as_text(order)}")
+        object.__setattr__(self, "holds_back", self.order.holds_back)
 
     @property
     def reads(self) -> frozenset[str]:
@@ -222,6 +226,10 @@ class Prophet(Policy):
     def check(self, max_steps: int, num_response: Tensor) -> None:
         smallest = int(num_response.min())
         require(self.start < smallest, f"prophet: a response of {smallest} tokens has no place {self.start}")
+        self.order.check(max_steps, num_response)
+
+    def init_state(self, rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
+        return self.order.init_state(rows, length, device)
 
     def check_logits(self, logits: Tensor) -> None:
         self.order.check_logits(logits)
@@ -236,4 +244,5 @@ class Prophet(Policy):
         done = 3 * (step.index + 1)  # three times the progress, in steps
         bar = torch.where(done < step.max_steps, 7.5, torch.where(done < 2 * step.max_steps, 5.0, 2.5))
         sure = (g >= bar - rounding(g))[:, None]
-        return Decision(step.masked & (sure | self.order.decide(step).reveal))
+        decision = self.order.decide(step)
+        return decision._replace(reveal=(step.offered().masked & sure) | (step.masked & decision.reveal))

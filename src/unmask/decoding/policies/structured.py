@@ -57,7 +57,8 @@ class Blocks(Policy):
         wanted = (
             "give one that is no blocks, needs no network of other blocks and, unless it re-masks, reads masks only"
         )
-        require(inside, f"blocks cannot hold {self.inner.name}: {wanted}")
+        instead = f", or write prophet(order=blocks({self.size},top-prob))" if self.inner.key == "prophet" else ""
+        require(inside, f"blocks cannot hold {self.inner.name}: {wanted}{instead}")
         for name in ("remasks", "reads_revealed", "reads_hidden", "shadows"):
             object.__setattr__(self, name, getattr(self.inner, name))
 
