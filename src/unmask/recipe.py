@@ -209,8 +209,6 @@ class OrderRecipe(Optimisation):
             falling = len(self.thresholds) == 2 and 1 - 1e-6 >= self.thresholds[0] >= self.thresholds[1] >= 1e-6
             wanted = "thresholds must be two from 1e-6 to 1 - 1e-6, where log-odds end, the higher one first"
             require(falling, f"{wanted}, got {list(self.thresholds)}")
-            one = "selection = 'one' reveals one position per step, as no threshold does: leave start out"
-            require(self.selection != "one" or self.start == "iid", one)
             if self.start == "iid" and self.thresholds != defaults["thresholds"]:
                 raise UserError("thresholds are those of start = 'threshold' or 'paced': set start, or leave them out")
             if self.least_budget > self.budget:

@@ -135,6 +135,8 @@ def test_what_leaves_no_token_is_refused_in_one_line(message, allowed, options):
     prompts = torch.tensor([[1, 2, MASK, MASK], [3, MASK, 4, MASK]])
     with pytest.raises(UserError, match=re.escape(message)):
         generate(DENOISER, prompts, "margin", 2, allowed=allowed, **options)
+    with pytest.raises(UserError, match=re.escape("each mask of allowed must be booleans [L, V], got dict")):
+        generate(DENOISER, [prompts[0], prompts[1, :2]], "margin", 2, allowed=[FOURTH, {}])
     for masks in ([FOURTH, FOURTH], [FOURTH, FOURTH[:2, :5]], [True, True]):
         with pytest.raises(ValueError, match=re.escape("give each prompt a mask [L, V]")):
             generate(DENOISER, [prompts[0], prompts[1, :2]], "margin", 2, allowed=masks)

@@ -281,7 +281,9 @@ class Decodes:
         ("give eos_token_id", {"stop_strings": "x", "tokenizer": Letters()}),
         ("stop_strings must be texts, got ['a', '']", {"stop_strings": ["a", ""], "tokenizer": Letters()}),
         ("give eos_token_id", {"eos_last": True}),
-        ("eos_token_id must be a whole number or several, got '4'", {"eos_token_id": "4"}),
+        ("eos_token_id must be one token id or several, from 0 on, got '4'", {"eos_token_id": "4"}),
+        ("eos_token_id must be one token id or several, from 0 on, got [4, -1]", {"eos_token_id": [4, -1]}),
+        ("suppress_tokens must be token ids from 0 on, got [-3]", {"suppress_tokens": [-3]}),
         ("eos_token_id 11 is not one of the 11 tokens", {"eos_token_id": [4, 11]}),
         ("suppress_tokens: 12 is not one of the 11 tokens", {"suppress_tokens": [1, 12]}),
         ("suppress_tokens must be token ids, got 3", {"suppress_tokens": 3}),
@@ -318,7 +320,7 @@ def test_ids_of_every_kind():
     for several in ([4, 3], (4, 3), torch.tensor([4, 3]), [torch.tensor(4), numpy.int64(3)], numpy.array([4, 3])):
         choice = TokenChoice(eos_token_id=several, suppress_tokens=several)
         assert choice.eos_ids == choice.suppress_tokens == (4, 3)
-    for one in (4, numpy.int64(4), torch.tensor(4), {4}):
+    for one in (4, numpy.int64(4), torch.tensor(4)):
         assert TokenChoice(eos_token_id=one).eos_ids == (4,)
 
 

@@ -41,7 +41,7 @@ RECORDS = [
         score=0.4841,
         ci_low=0.47,
         ci_high=0.5,
-        metrics={"overlong": 0.0005, "flexible": 0.49},
+        metrics={"overlong": 0.0005, "flexible": 0.49, "characters": 6.1667},
         mean_steps=4.97,
         fewest_steps=3,
     ),
@@ -117,11 +117,11 @@ def rows(text):
 def test_every_seed_has_a_row_and_their_mean_a_gain(folder):
     text = tables(read_results(folder), "plots")
     found = rows(text)
-    assert ["frozen, sampled", "5", "0", "4.97", "3–5", "48.4", "47.0–50.0", "49.0", "", "+3.4"] in found
+    assert ["frozen, sampled", "5", "0", "4.97", "3–5", "48.4", "47.0–50.0", "49.0", "6.17", "", "+3.4"] in found
     assert [row[-1] for row in found if row[:3] == ["frozen, sampled", "5", "1"]] == ["+1.4"]
     (mean,) = [row for row in found if row[2:3] == ["**mean of 2**"]]
     assert mean[:2] == ["**frozen, sampled**", "**5**"]
-    assert mean[3:] == ["**4.99**", "", "**47.4**", "", "", "45.0 top probability", "**+2.4 [+1.1, +3.7]**"]
+    assert mean[3:] == ["**4.99**", "", "**47.4**", "", "", "", "45.0 top probability", "**+2.4 [+1.1, +3.7]**"]
     assert [row[-1] for row in found if row[:2] == ["frozen, sampled", "10"]] == ["–"], "nothing was compared with it"
     assert [row[:2] for row in found if row[0] == "joint, sampled"] == [["joint, sampled", "5"]]
     assert ["frozen, sampled", "5", "4.99", "entropy", "45.0", "the same", "-1.0 [-2.0, +0.0]"] in found

@@ -371,7 +371,6 @@ def test_one_token_per_step(tmp_path, posterior):
             "thresholds must be two from 1e-6 to 1 - 1e-6",
         ),
         ("order.start=paced order.least_budget=2 order.thresholds=[0.9999999,0.6]", "where log-odds end"),
-        ("order.start=threshold order.least_budget=2 order.selection=one", "as no threshold does: leave start out"),
         ("order.temperature=0.0", "set reward, or leave it out"),
         ("model.selector.drawn=true", "set order.reward = true and order.temperature above 0, or leave it out$"),
         ("model.selector.drawn=true order.reward=true order.temperature=0.0", "drawn for a reward"),

@@ -374,6 +374,7 @@ class Engine:
             stepper = Stepper(*settings, active, longest, self.fixed_shapes, self.compile, states)
             stepper.allowed = allowed.clone() if self.compile and isinstance(allowed, Tensor) else allowed
         stepper.forwards = 0
+        stepper.highest = int(whole.tokens.max()) if self.choice.processors else 0
         return stepper, active
 
 

@@ -64,6 +64,7 @@ class Stepper:
         device = canvas.tokens.device
         self.last, self.max_steps = max_steps - 1, torch.tensor(max_steps, device=device)
         self.batch, self.length = canvas.tokens.shape
+        self.highest = 0  # of all token ids of all prompts, where there are processors
         self.longest, self.padded = longest, canvas.attention_mask is not None
         self.chunk, self.score_dtype = 0, torch.float32  # positions, log p; set by the first pass, which shows V
         # A rule may look at nothing by which one sees that logits are sound.
@@ -394,9 +395,8 @@ class Stepper:
 
     def _processed(self, canvas: Canvas, at: Tensor, logits: Tensor) -> Tensor:
         """Through the processors, which may look up the score of any token of the sequence, the mask token too."""
-        tokens, V = self._without_padding(canvas), self.vocab_size
-        sequences = tokens[at // self.length]
-        beyond = max(0, self.denoiser.mask_token_id + 1 - V, int(tokens.max()) + 1 - V)
+        sequences, V = self._without_padding(canvas)[at // self.length], self.vocab_size
+        beyond = max(0, self.denoiser.mask_token_id + 1 - V, self.highest + 1 - V)
         scores = torch.nn.functional.pad(logits, (0, beyond), value=-torch.inf)
         for processor in self.choice.processors:
             given, name = processor(sequences, scores), getattr(processor, "__name__", type(processor).__name__)

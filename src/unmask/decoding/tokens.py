@@ -78,12 +78,12 @@ class TokenChoice:
             finite = name == "top_p" or 0 <= value < float("inf")
             require(finite, f"{name} must not be negative and must be finite, got {value}")
         if self.eos_token_id is not None:
-            eos = _token_ids(self.eos_token_id, "eos_token_id must be a whole number or several")
+            eos = _token_ids(self.eos_token_id, "eos_token_id must be one token id or several, from 0 on")
             object.__setattr__(self, "eos_token_id", eos)
         for name in ("suppress_tokens", "cfg_keep_tokens"):
             ids = getattr(self, name)
             require(isinstance(ids, Iterable), f"{name} must be token ids, got {ids!r}")
-            object.__setattr__(self, name, _token_ids(ids, f"{name} must be token ids"))
+            object.__setattr__(self, name, _token_ids(ids, f"{name} must be token ids from 0 on"))
         if isinstance(self.processors, Iterable):  # an iterator would be empty when it is used
             object.__setattr__(self, "processors", tuple(self.processors))
         penalty = self.repetition_penalty

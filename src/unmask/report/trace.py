@@ -89,7 +89,7 @@ def sample(
     find: right or wrong for each policy, such as "right,wrong": only examples where the policies are so.
     on_step: called before and after every step with what stands so far of an example, what is being written last, and
         with nothing when the example is finished.
-    tokens: top_p and all else that `TokenChoice` takes.
+    tokens: top_p and all else that `TokenChoice` takes but eos_token_id and tokenizer, which are those of the run.
     """
     device = torch.device("cpu") if cpu else None
     model, plain, task, recipe = open_run(run, device, split, trust_task, denoiser, any_denoiser)

@@ -173,6 +173,7 @@ def _curve(curve: Curve, picture: str) -> str:
 def _orders(records: Sequence[Record], gains: Sequence[Gain]) -> Rows:
     """Every seed of every order, and below the seeds of a group their mean with the gain."""
     metrics = [name for name, values in _metrics(records).items() if len(values) > 1]
+    shares = {name: _are_shares(values) for name, values in _metrics(records).items()}
     headings = ["order", "T", "seed", "steps", "range", "solved", "95%", *metrics, "best of three", "gain"]
     rows = []
     best = {_group(gain): gain for gain in gains if gain.best}
@@ -181,7 +182,7 @@ def _orders(records: Sequence[Record], gains: Sequence[Gain]) -> Rows:
         gain = best.get(group)
         by_seed = dict(zip(gain.seeds, gain.seed_gains, strict=True)) if gain else {}
         for spec, outcome in [(record.spec, record.outcome) for record in orders]:
-            own = [_percent(outcome.metrics[name]) if name in outcome.metrics else "–" for name in metrics]
+            own = [_figure(outcome.metrics[name], shares[name]) if name in outcome.metrics else "–" for name in metrics]
             steps = [f"{outcome.mean_steps:.2f}", f"{outcome.fewest_steps}–{outcome.most_steps}"]
             solved = [_percent(outcome.score), f"{_percent(outcome.ci_low)}–{_percent(outcome.ci_high)}"]
             difference = f"{100 * by_seed[spec.trained_seed]:+.1f}" if spec.trained_seed in by_seed else "–"
@@ -203,11 +204,21 @@ def _metrics(records: Sequence[Record]) -> dict[str, set[float | None]]:
     return {name: {record.outcome.metrics.get(name) for record in records} for name in names}
 
 
+def _are_shares(values: set[float | None]) -> bool:
+    """Whether these are parts of all problems or samples; a length or a distance is above 1 somewhere."""
+    return all(value is None or 0 <= value <= 1 for value in values)
+
+
+def _figure(value: float, is_share: bool) -> str:
+    return _percent(value) if is_share else f"{value:.2f}"
+
+
 def _constants(records: Sequence[Record]) -> str:
     """The metrics that are the same for all rules, as numbers of problems: properties of the problems themselves."""
     number = records[0].spec.num_examples
     constant = {name: values.pop() for name, values in _metrics(records).items() if len(values) == 1}
-    text = [f"{name}: {round(number * (value or 0)):,}" for name, value in constant.items()]
+    shares = {name: value or 0 for name, value in constant.items() if _are_shares({value})}
+    text = [f"{name}: {round(number * share):,}" for name, share in shares.items()]
     return f" ({', '.join(text)})" if text else ""
 
 

@@ -260,7 +260,8 @@ class Molecules(Task):
 
 def _shuffled(rows: np.ndarray) -> np.ndarray:
     """Always in the same order: the files of MOSES are sorted, and their first molecules are much alike."""
-    shuffled: np.ndarray = rows[uniforms(0, Purpose.EXAMPLE, torch.arange(len(rows))).argsort().numpy()]
+    draws = uniforms(0, Purpose.EXAMPLE, torch.arange(len(rows)), dtype=torch.float64)
+    shuffled: np.ndarray = rows[draws.argsort(stable=True).numpy()]
     return shuffled
 
 
