@@ -226,7 +226,7 @@ def test_rules_of_one_order_are_not_mixed_up(folder):
     append_jsonl(folder / "small" / "gains.jsonl", [gain(score=0.2, seed_gains=[-0.25, -0.25], **other)])
     (study,) = read_results(folder)
     found = rows(tables([study], "plots"))
-    own = [row for row in found if "greedy" in row[0] and len(row) == 10]
+    own = [row for row in found if "greedy" in row[0] and len(row) == 11]
     assert [row[5] for row in own] == ["20.0", "20.0", "**20.0**"]
     assert [row[-1] for row in own[:2]] == ["-25.0", "-25.0"]
     assert [row[-1] for row in found if row[:3] == ["frozen, sampled", "5", "0"]] == ["+3.4"]
