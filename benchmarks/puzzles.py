@@ -184,7 +184,7 @@ class Run:
 def _validity(groups: dict[str, list[Run]], equal_steps: bool = False) -> list[str]:
     lines = [
         "| puzzle | seeds | order | T | steps used | **learned** | best heuristic, T steps | "
-        f"... at {'equal' if equal_steps else 'more'} steps | best possible steps |",
+        f"... at {'equal' if equal_steps else 'more'} steps | fewest for exact samples |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, runs in groups.items():

@@ -238,7 +238,7 @@ WRONG_OPTIONS = [
     ("evaluate RUN --bound --top-k 2", "--bound takes no"),
     ("sample RUN --temperature 0 --top-p 0.5", "give a temperature above 0"),
     ("sample RUN --stop b", "no end of sequence (eos_token_id): leave out --min-length, --stop-at-eos, --eos-last and"),
-    ("sample RUN --repetition-penalty 0", "repetition_penalty must be above 0, got 0"),
+    ("sample RUN --repetition-penalty 0", "repetition_penalty must be above 0 and finite, got 0"),
     ("evaluate RUN --bound --samples 0", "--samples"),
     ("evaluate RUN --samples 2", "--samples and --price are for --bound"),
     ("evaluate RUN --price 1", "--policy 'learned(price=0.1)'"),
@@ -440,7 +440,7 @@ def test_evaluate_adds_to_the_results_and_prints_a_table(ok, run):
     new = flat_lines(run / "results.jsonl")[7:]
     assert [(r["policy"], r["budget"]) for r in new] == [("margin", 1), ("margin", 3), ("iid", 1), ("iid", 3)]
     assert {(r["num_examples"], r["temperature"], r["seed"]) for r in new} == {(6, 0.0, 9)}
-    for part in ("margin @ 1", "iid @ 3", "best possible number of steps 2", "true entropy 2.197", "frozen denoiser"):
+    for part in ("margin @ 1", "iid @ 3", "2 steps for exact samples", "true entropy 2.197", "frozen denoiser"):
         assert part in text
     assert max(map(len, text.splitlines())) <= 80
 

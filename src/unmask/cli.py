@@ -729,7 +729,12 @@ def sample(
         float, Option(help="Above 1: tokens that stand elsewhere in the sequence become less probable.")
     ] = 1.0,
     stop: Annotated[
-        list[str] | None, Option(help="A text that ends the response; may be repeated.", show_default=False)
+        list[str] | None,
+        Option(
+            help="Once the response up to its first mask holds this text, all masks become end of sequence; what is "
+            "written behind it stays.  May be repeated.",
+            show_default=False,
+        ),
     ] = None,
     seed: Annotated[int, Option(min=-(2**63), max=2**63 - 1, help="Seed of the sampling.")] = 0,
     cache: Cached = "auto",

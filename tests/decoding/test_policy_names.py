@@ -236,7 +236,7 @@ def test_what_is_wrong_is_said():
         ("threshold(0.9,threshold=0.8)", ["threshold is given twice"]),
         ("klass(eps=0.1,0.2)", ["eps is given twice"]),
         # rules in rules
-        ("blocks(4,prophet)", ["blocks cannot hold prophet(0,0)", "reads masks only"]),
+        ("blocks(4,prophet)", ["blocks cannot hold prophet(0,0)", "write prophet(order=blocks(4,top-prob))"]),
         ("blocks(4,blocks(2,rdm))", ["blocks cannot hold blocks(2,rdm(cosine,uncond))", "is no blocks"]),
         ("pc-sampler(frequencies=1)", ["pc-sampler has no parameter 'frequencies'"]),
         ("eb(order=pc-sampler)", ["eb orders by top-prob, margin or entropy, not by pc-sampler(0.25,10)"]),

@@ -294,7 +294,7 @@ class Decodes:
         ("on_step and on_finished must be functions", {"on_finished": None}),
         ("cannot decode what was written (KeyError('two\\nlines'))", {**ENDS, "tokenizer": Decodes(fails)}),
         ("decode must give a text, got a list", {**ENDS, "tokenizer": Decodes(list)}),
-        ("repetition_penalty must be above 0, got 0", {"repetition_penalty": 0}),
+        ("repetition_penalty must be above 0 and finite, got 0", {"repetition_penalty": 0}),
         ("cfg_keep_tokens needs guidance", {"cfg_keep_tokens": [1]}),
         ("processors must be a list of functions", {"processors": [3]}),
         ("processors must be a list of functions", {"processors": math.exp}),

@@ -88,7 +88,7 @@ class TokenChoice:
             object.__setattr__(self, "processors", tuple(self.processors))
         penalty = self.repetition_penalty
         sound = isinstance(penalty, Real) and 0 < penalty < float("inf")
-        require(sound, f"repetition_penalty must be above 0, got {penalty!r}")
+        require(sound, f"repetition_penalty must be above 0 and finite, got {penalty!r}")
         several = isinstance(self.stop_strings, Iterable) and not isinstance(self.stop_strings, str)
         strings = list(self.stop_strings) if several else [self.stop_strings]
         require(all(isinstance(each, str) and each for each in strings), f"stop_strings must be texts, got {strings!r}")

@@ -57,8 +57,9 @@ class Blocks(Policy):
         wanted = (
             "give one that is no blocks, needs no network of other blocks and, unless it re-masks, reads masks only"
         )
-        instead = f", or write prophet(order=blocks({self.size},top-prob))" if self.inner.key == "prophet" else ""
-        require(inside, f"blocks cannot hold {self.inner.name}: {wanted}{instead}")
+        if self.inner.key == "prophet":
+            wanted = f"it decides about the whole response: write prophet(order=blocks({self.size},top-prob))"
+        require(inside, f"blocks cannot hold {self.inner.name}: {wanted}")
         for name in ("remasks", "reads_revealed", "reads_hidden", "shadows"):
             object.__setattr__(self, name, getattr(self.inner, name))
 
