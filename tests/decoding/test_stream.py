@@ -39,9 +39,15 @@ def test_the_last_is_what_generate_returns_and_each_is_one_step_further(policy, 
     assert out.history.shape[1] == out.num_steps.max() + 1
 
 
-def test_a_history_takes_the_room_of_the_steps_that_are_taken():
-    out = generate(DENOISER, PROMPTS, "threshold:0.001", 2**30, history=True)
+def test_a_history_takes_the_room_of_the_steps_that_are_taken(monkeypatch):
+    """Not of max_steps, which may be far more."""
+    rooms, new_empty = [], torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape: rooms.append(shape) or new_empty(x, *shape))
+    out = generate(DENOISER, PROMPTS, "threshold:0.001", 1000, history=True)
     assert out.history.shape[1] == 2
+    rooms = [shape for shape in rooms if len(shape) == 3]
+    assert rooms
+    assert sum(shape[1] for shape in rooms) <= 3
 
 
 def test_a_callback_sees_what_the_stream_gives():

@@ -150,8 +150,8 @@ class KLStable(ByConfidence):
     def decide(self, step: Step) -> Decision:
         log_c = self.log_c(step)
         stable = torch.where(step.stats["change"] < self.eps, step.memory["stable"] + 1, 0)
-        stable_now = (stable >= self.h) & (step.index >= self.h - 1)[:, None]
-        sure = step.masked & above(log_c, self.tau) & stable_now
+        settled = (stable >= self.h) & (step.index >= self.h - 1)[:, None]
+        sure = step.masked & above(log_c, self.tau) & settled
         counted = highest(log_c, step.masked, step.count())
         return Decision(torch.where(sure.any(-1, keepdim=True), sure, counted), memory={"stable": stable})
 
