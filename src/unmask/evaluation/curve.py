@@ -41,7 +41,9 @@ AT_EVERY_CAP = (
 # At every cap, where tokens are drawn at random.
 WHERE_SAMPLED = (
     *("stochastic(top-prob,0.5)", "stochastic(entropy,1)", "random", "dus", "pc-sampler(0.25,10)"),
-    "top-prob(confidence=sampled)",  # as LLaDA ranks: often valid, with few different samples
+    # These look at the drawn tokens: often valid, with few different samples.  The first ranks as LLaDA does.
+    *("top-prob(confidence=sampled)", "threshold(0.5,confidence=sampled,paced)"),
+    *("threshold(0.9,confidence=sampled,paced)", "joint-threshold(0.7,0.5)", "p2"),
 )
 AT_THE_LARGEST = (
     *("threshold:0.5", "threshold:0.7", "threshold:0.8", "threshold:0.98", "threshold:0.995"),

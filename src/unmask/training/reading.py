@@ -19,10 +19,12 @@ from unmask.rng import Purpose, uniforms
 from unmask.tasks.task import Examples, to_device
 
 
-def with_layout(examples: Examples, network: nn.Module) -> tuple[Examples, Layout]:
+def with_layout(examples: Examples, network: nn.Module, *, any_number: bool = False) -> tuple[Examples, Layout]:
     """The examples on the device of a network, and their layout, without waiting for the device.
 
     No mask where nothing is padded, which lets attention take its fastest path.  A block-causal network always has one.
+    any_number: the next call may have another number of sequences.  A GPU then packs them into a row even without
+    padding: rows have few different lengths (`packed_length`), so products are planned and passes recorded once.
     """
     weight, total = next(chain(network.parameters(), network.buffers())), int(examples.num_tokens.sum())
     examples = examples.to(weight.device)
@@ -30,8 +32,10 @@ def with_layout(examples: Examples, network: nn.Module) -> tuple[Examples, Layou
         block = block_numbers(examples.response, size) if examples.block is None else examples.block
         sees = block_causal(block, examples.attention_mask)
         return examples, Layout.of(examples.tokens, sees, stream_dtype(weight))
-    attention_mask = None if total == examples.tokens.numel() else examples.attention_mask
-    return examples, Layout.of(examples.tokens, attention_mask, stream_dtype(weight), total)
+    dtype = stream_dtype(weight)
+    packs = any_number and weight.is_cuda and dtype.itemsize == 2  # elsewhere a mask would take its place
+    attention_mask = None if total == examples.tokens.numel() and not packs else examples.attention_mask
+    return examples, Layout.of(examples.tokens, attention_mask, dtype, total)
 
 
 def one_block(examples: Examples, u: Tensor, size: int, seed: int) -> Examples:

@@ -191,7 +191,7 @@ class SelfObjective(nn.Module):
         """
         model = self.model
         assert model.selector is not None
-        examples, layout = with_layout(examples, model.selector)
+        examples, layout = with_layout(examples, model.selector, any_number=True)
         with torch.no_grad():
             reading = read_denoiser(model.denoiser, tokens, masked, layout, num_masked)
             chosen = reading.truth
