@@ -349,6 +349,9 @@ def test_a_sweep_inside_the_blocks_of_the_denoiser():
     assert ("blocks(24,top-prob)", 3) in plan
     assert {cap for rule, cap in plan if family(rule) == "learned"} == {6, 9, 12}
     assert all(rule.startswith(("blocks(24,", "learned(price=")) for rule, _ in plan)
+    drawn = planned(selector, [], [], 72, True, None, denoiser)
+    for rule in ("p2", "joint-threshold(0.7,0.5)", "threshold(0.5,confidence=sampled,paced)"):
+        assert {cap for name, cap in drawn if name == f"blocks(24,{rule})"} == {6, 9, 12, 15, 18, 24, 48, 72}
     assert planned(selector, ["eb"], [7], 72, False, None, denoiser) == {
         *(("blocks(24,eb:0.03)", 7), ("blocks(24,eb:0.01)", 7), ("blocks(24,eb:0.1)", 7))
     }
@@ -380,7 +383,7 @@ def test_the_command_draws_a_curve_and_repeats_nothing(trained, ok, tmp_path):
     curve = read_curve(run / "curve.json")
     records = read_run(run)
     assert {point.key for point in curve.points} == {record.key for record in records}
-    assert len(records) == 8 + 8 + 4 + 5 * 2 + 5
+    assert len(records) == 8 + 8 + 4 + (5 + 2) * 2 + 5, "two of the thresholds where tokens are sampled"
     assert curve.asked == ["--policy=learned", "--policy=threshold", "--steps=2", "--steps=4"]
     assert compared_curves(records) == [dataclasses.replace(curve, asked=[])], "from the records alone"
     assert (run / "curve.svg").read_text().startswith("<svg")

@@ -6,6 +6,7 @@ The checks are then run on planted mistakes, and must reject every one of them.
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -555,6 +556,20 @@ def test_nothing_is_packed_or_masked_where_nothing_is_padded():
     _, layout = with_layout(batch(), model)
     assert torch.equal(layout.at, batch().attention_mask.flatten().nonzero()[:, 0])
     assert torch.equal(layout.attend.ends.diff(), batch().attention_mask.sum(-1))
+
+
+def test_on_a_gpu_any_number_of_whole_sequences_is_packed():
+    """In 16 bits, where packed attention runs: their rows have few different lengths."""
+
+    def packed(any_number, is_cuda=True, dtype=torch.bfloat16):
+        weight = SimpleNamespace(device=torch.device("cpu"), is_cuda=is_cuda, dtype=dtype)
+        network = SimpleNamespace(parameters=lambda: iter([weight]), buffers=lambda: iter(()))
+        return with_layout(ONE, network, any_number=any_number)[1].at is not None
+
+    assert packed(any_number=True)
+    assert not packed(any_number=False)
+    assert not packed(any_number=True, is_cuda=False)
+    assert not packed(any_number=True, dtype=torch.float32)
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from unmask.rng import Purpose, uniforms
 from unmask.training.checkpoint import CheckpointError
 from unmask.training.run import _check_same_networks, load_task, train
 from unmask.training.self_posterior import SelfObjective
-from unmask.variational.self_posterior import estimate_self
+from unmask.variational.self_posterior import distinct_reward, estimate_self
 
 PRICES, BUDGET, K, SEED = (0.1, 3.0), 4, 3, 5
 SEQUENCES = [[0, 1, 2, 0, 1, 1], [2, 2, 1], [1, 0, 0, 2]]
@@ -226,6 +226,19 @@ def test_the_reward_is_the_tasks_verdict():
     assert float(outcome.metrics["value"]) == pytest.approx(float((right - PRICES[0] * steps).mean()), abs=1e-6)
 
 
+def test_answers_written_again_count_less():
+    """The second and the third sequence end alike."""
+    objective = SelfObjective(model_of(), K, BUDGET, SEED, checker=FixedTask(examples()), distinct=7)
+    written = torch.tensor([[1, 2, 3], [4, 4, 5], [6, 4, 4]])[..., None]
+    valid = torch.tensor([[True, True, False], [True, False, True], [True, True, True]])
+    orders = objective.orders
+    objective.orders = lambda *batch: orders(*batch)._replace(tokens=written)
+    objective._judged = lambda *_: valid
+    metrics = objective(examples(), IDS, torch.zeros(3)).metrics
+    assert float(metrics["reward"]) == pytest.approx(float(distinct_reward(valid, written, 7).mean()))
+    assert float(metrics["reward"]) == pytest.approx((7 - 3 * 6 * 2 / 6) / 9)
+
+
 def test_a_reward_does_not_look_at_the_true_tokens():
     """A denoiser may give them no mass at all."""
     model, batch, losses = model_of(), examples(), []
@@ -343,6 +356,18 @@ def test_a_run_with_it(tmp_path, ok, reads, drawn):
         Learned(model.selector, price=5.0).check(7, torch.tensor([4]))
 
 
+def test_a_recipe_asks_for_distinct_answers(tmp_path):
+    """Sequences of four symbols are often alike."""
+    rewards = []
+    for number in (1, 10_000):
+        options = ("order.budget=4", "order.reward=true", f"order.distinct={number}", "order.batch=16")
+        train(recipe_of(tmp_path, *options), tmp_path / f"run-{number}", cpu=True)
+        lines = json_lines(tmp_path / f"run-{number}" / "metrics.jsonl")
+        rewards.append(next(line["reward"] for line in lines if line.get("stage") == "order"))
+    assert 0 < rewards[0] < 1
+    assert rewards[1] < -10
+
+
 @pytest.mark.parametrize("posterior", ["scorer", "selector"])
 def test_one_token_per_step(tmp_path, posterior):
     """LO-ARM, and the same form with the selector as its own posterior: trained, and decoded as trained."""
@@ -374,6 +399,11 @@ def test_one_token_per_step(tmp_path, posterior):
         ("order.temperature=0.0", "set reward, or leave it out"),
         ("model.selector.drawn=true", "set order.reward = true and order.temperature above 0, or leave it out$"),
         ("model.selector.drawn=true order.reward=true order.temperature=0.0", "drawn for a reward"),
+        ("order.distinct=100", "distinct is about the answers written for a reward: set reward, or leave it out"),
+        (
+            "order.reward=true order.distinct=9 task.name=waiting-lines",
+            "counts answers to one prompt; task waiting-lines",
+        ),
         ("order.selector_rate=0.0", "selector_rate is 0: no order would be learned"),
         ("order.scorer_rate=0.1", "scorer_rate has no effect"),
         ("order.start=threshold", "start = 'threshold' takes its threshold from the price: set order.least_budget"),

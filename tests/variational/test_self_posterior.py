@@ -8,7 +8,14 @@ import torch
 from tests.variational.tiny import tiny
 from unmask.variational.enumeration import exact_log_likelihood, exact_self_bound
 from unmask.variational.selection import Bernoulli, NonEmpty, OneByOne
-from unmask.variational.self_posterior import SelfEstimate, baseline, estimate_self, many_sample_bound, returns
+from unmask.variational.self_posterior import (
+    SelfEstimate,
+    baseline,
+    distinct_reward,
+    estimate_self,
+    many_sample_bound,
+    returns,
+)
 
 X0 = torch.tensor([1, 0, 1])
 BUDGET, K, PRICE = 3, 2, 0.3
@@ -167,6 +174,46 @@ def test_with_a_reference_rule(selection):
 def test_planted_mistakes_with_a_reference_are_found(mistake):
     with pytest.raises(AssertionError):
         check_reference(NonEmpty(), mistake)
+
+
+def check_distinct(mistake=""):
+    """F and its gradient over all answers of two sequences with two trajectories each; one of four answers is wrong."""
+    number, right = 5, torch.tensor([True, True, False, True])
+    logits = torch.tensor([0.3, -0.4, 0.1, 0.9], dtype=torch.float64, requires_grad=True)
+    log_p = logits.log_softmax(0)
+    p = log_p.exp() * right
+    (truth,) = torch.autograd.grad((p - (number - 1) / 2 * p**2).sum(), logits, retain_graph=True)
+    loss = torch.zeros(())
+    for answers in torch.cartesian_prod(*[torch.arange(4)] * 4).view(-1, 2, K):
+        reward = distinct_reward(right[answers], answers[..., None], number)
+        if mistake == "itself counted":
+            share = (answers[..., None] == answers.flatten()).double().mean(-1)
+            reward = torch.where(right[answers], 1 - (number - 1) * share, 0.0)
+        if mistake == "half of it":
+            reward = (reward + right[answers]) / 2
+        if mistake == "wrong answers too":
+            reward = (
+                reward - (distinct_reward(torch.ones(2, K).bool(), answers[..., None], number) - 1) * ~right[answers]
+            )
+        advantage = reward - reward.flip(-1)
+        loss = loss + log_p[answers].sum().exp().detach() * (advantage * log_p[answers]).mean()
+    (ours,) = torch.autograd.grad(loss, logits)
+    assert truth.abs().max() > 1e-2, "the test has no power"
+    assert (ours - truth).abs().max() < 1e-10
+
+
+def test_the_reward_for_different_answers_has_the_gradient_of_their_share():
+    check_distinct()
+    answers = torch.tensor([[4, 4], [5, 4]])[..., None]
+    reward = distinct_reward(torch.tensor([[True, False], [True, True]]), answers, 11)
+    assert reward.tolist() == [[1 - 10 / 2, 0.0], [1.0, 1 - 10 * 2 / 2]], "the draws of one sequence are shared"
+    assert distinct_reward(torch.tensor([[True, False]]), torch.zeros(1, 2, 3), 1).tolist() == [[1.0, 0.0]]
+
+
+@pytest.mark.parametrize("mistake", ["itself counted", "half of it", "wrong answers too"])
+def test_planted_mistakes_with_different_answers_are_found(mistake):
+    with pytest.raises(AssertionError):
+        check_distinct(mistake)
 
 
 @EACH

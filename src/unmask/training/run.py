@@ -90,6 +90,10 @@ def train(
         instead = "set task.checker, or leave it out" if hasattr(task, "checker") else "leave it out"
         raise UserError(f"order.reward needs a checker, and task {task.name} has none: {instead}")
     task.check()
+    if recipe.order is not None and recipe.order.distinct > 1:
+        some = task.examples(torch.arange(64), "train")
+        one_prompt = (some.tokens.masked_fill(some.response, -1).unique(dim=0)).shape[0] == 1
+        require(one_prompt, f"order.distinct counts answers to one prompt; task {task.name} has many: leave it out")
     if denoiser is None and frozen == EXACT:
         denoiser = ExactDenoiser(task)
     with ExitStack() as stack:
@@ -247,7 +251,7 @@ class _Training:
             checker, temperature = self.task if how.reward else None, how.temperature
             least = how.least_budget or how.budget
             objective = SelfObjective(
-                model, how.trajectories, least, seed, checker=checker, temperature=temperature,
+                model, how.trajectories, least, seed, checker=checker, temperature=temperature, distinct=how.distinct,
                 reference_weight=how.reference_weight, **shared,
             )  # fmt: skip
         else:

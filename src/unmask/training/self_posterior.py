@@ -22,7 +22,7 @@ from unmask.tasks.task import Examples, Task, check_no_mask, to_device
 from unmask.training.objectives import Outcome
 from unmask.training.reading import log_likelihood, one_block, read_denoiser, selector_features, with_layout
 from unmask.variational.selection import Selection
-from unmask.variational.self_posterior import estimate_self
+from unmask.variational.self_posterior import distinct_reward, estimate_self
 
 _WHOLE_STEP = 2**31  # the position that names the one draw of a whole step
 
@@ -47,6 +47,7 @@ class SelfObjective(nn.Module):
     checker: the task that judges the tokens, which are then the denoiser's own, chosen at `temperature`.  All k
     trajectories share the draws of their tokens.
     On a block-causal denoiser all this is about one block of each sequence, given those before it (`one_block`).
+    distinct: the reward is for valid and different answers among so many (`distinct_reward`).
     reference_weight: of the KL from the selector's start, f = 0, which is a rule; 0: none.
 
     The selector's graph is recomputed step by step in the backward pass: only what it reads is kept.
@@ -65,6 +66,7 @@ class SelfObjective(nn.Module):
         *,
         checker: Task | None = None,
         temperature: float = 1.0,
+        distinct: int = 1,
         reference_weight: float = 0.0,
         learn_denoiser: bool = False,
         compile: bool = False,
@@ -74,7 +76,7 @@ class SelfObjective(nn.Module):
         self.model, self.budget, self.least_budget = model, model.selector.budget, least_budget
         self.trajectories, self.seed = trajectories, seed
         self.checker, self.choice, self.learn_denoiser = checker, TokenChoice(temperature), learn_denoiser
-        self.reference_weight = reference_weight
+        self.distinct, self.reference_weight = distinct, reference_weight
         self.register_buffer("seed_word", torch.tensor(seed), persistent=False)
         self.read = torch.compile(_read, dynamic=True) if compile else _read
         self.decide = torch.compile(_decide, dynamic=True) if compile else _decide
@@ -94,7 +96,8 @@ class SelfObjective(nn.Module):
         orders = self.orders(examples, ids, self._budgets(ids), price)
         steps, reward = orders.holds_mask.sum(0).float(), None
         if self.checker is not None:
-            reward = self._judged(orders.tokens, examples).to(price)
+            answers = orders.tokens.cpu()
+            reward = distinct_reward(self._judged(answers, examples), answers, self.distinct).to(price)
         price = price if self.model.selector.prices else torch.zeros_like(price)
         penalty = None if orders.deviation is None else self.reference_weight * orders.deviation
         estimate = estimate_self(
@@ -215,10 +218,10 @@ class SelfObjective(nn.Module):
         return reading.spread(log_mu), proposed, logits, rule
 
     def _judged(self, tokens: Tensor, examples: Examples) -> Tensor:
-        """[B, k] bool."""
+        """[B, k] bool, from tokens [B, k, L] on the CPU."""
         assert self.checker is not None
         rows = torch.arange(len(examples)).repeat_interleave(self.trajectories)
-        return self.checker.valid(tokens.flatten(0, 1).cpu(), examples.rows(rows).to("cpu")).view(len(examples), -1)
+        return self.checker.valid(tokens.flatten(0, 1), examples.rows(rows).to("cpu")).view(len(examples), -1)
 
 
 def _read(logits: Tensor, truth: Tensor, drawn: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,12 @@ the same t, or 0 without one: what has ended has nothing left to earn.  theta ge
 With tokens that the model writes itself and a reward for the whole sequence in the place of the likelihood,
 G_t = reward - lambda (steps left), and b_t is the mean over all the other trajectories, ended or not.
 
+The share of valid and different answers among N is, to first order in repeats,
+
+    F = sum_x p(x) - (N - 1) / 2 sum_x p(x)^2     over the valid x,      grad F = E[ (1 - (N - 1) p(x)) grad log p(x) ]
+
+so the reward 1[valid] (1 - (N - 1) a) has its gradient, a an unbiased estimate of p(x) from the other sequences.
+
 A reference rule P_ref with a weight w keeps the order near a rule (UPO, Hong et al. 2025):
 
     J_lambda - w KL(P || P_ref),    KL = E_P[ sum_t d_t ],    d_t = log P(r_t | x_{t+1}) - log P_ref(r_t | x_{t+1})
@@ -52,6 +58,19 @@ def baseline(after: Tensor, counted: Tensor) -> Tensor:
     """b_t [T, B, k]: the mean of the other trajectories' G_{t-1} [T, B, k] among those `counted` [T, B, k], else 0."""
     after, number = torch.where(counted, after, 0.0), counted.to(after)
     return (after.sum(-1, keepdim=True) - after) / (number.sum(-1, keepdim=True) - number).clamp(min=1)
+
+
+def distinct_reward(valid: Tensor, answers: Tensor, number: int) -> Tensor:
+    """1[valid] (1 - (N - 1) a) [B, k] from valid [B, k] bool and answers [B, k, L]; N = 1: whether it is valid.
+
+    a: the part of the other sequences' trajectories that wrote the same; those of the same sequence share their draws.
+    """
+    B, k = valid.shape
+    answer = answers.flatten(0, 1).unique(dim=0, return_inverse=True)[1].view(B, k)  # its number
+    written = valid.new_zeros(B, int(answer.max()) + 1, dtype=torch.float64)
+    written.scatter_add_(1, answer, torch.ones_like(answer, dtype=torch.float64))  # how often by each sequence
+    a = (written.sum(0) - written).gather(1, answer) / max(1, (B - 1) * k)
+    return torch.where(valid, 1 - (number - 1) * a, 0.0)
 
 
 def estimate_self(
