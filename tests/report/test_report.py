@@ -631,9 +631,10 @@ def test_the_caption_tells_of_another_denoiser():
     adapted = changed(LEARNED, denoiser="0123456789ab+fff")
     for own in ("", LEARNED.spec.denoiser):
         assert "on a frozen denoiser; every rule runs on those very" in caption(recipe, [LEARNED, adapted], own)
-    told = caption(recipe, [LEARNED, ONE], "exact-996ede")
+    told = caption(recipe, [LEARNED, changed(ONE, num_examples=20)], "exact-996ede")
     there = "every rule runs on the same weights as the order here."
     assert told.startswith(f"The order was learned on another denoiser (`--any-denoiser`); {there} Tokens")
+    assert told.endswith("at temperature 1; 20 and 1000 examples.")
     both = caption(recipe, [LEARNED, changed(LEARNED, denoiser="exact-996ede")], "exact-996ede")
     assert "learned on the denoiser exact-996ede; those on others ran by `--any-denoiser`." in both
 

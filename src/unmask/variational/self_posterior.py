@@ -66,7 +66,8 @@ def distinct_reward(valid: Tensor, answers: Tensor, number: int) -> Tensor:
     a: the part of the other sequences' trajectories that wrote the same; those of the same sequence share their draws.
     """
     B, k = valid.shape
-    answer = answers.flatten(0, 1).unique(dim=0, return_inverse=True)[1].view(B, k)  # its number
+    _, which = torch.unique(answers.flatten(0, 1), dim=0, return_inverse=True)
+    answer = which.view(B, k)  # its number
     written = valid.new_zeros(B, int(answer.max()) + 1, dtype=torch.float64)
     written.scatter_add_(1, answer, torch.ones_like(answer, dtype=torch.float64))  # how often by each sequence
     a = (written.sum(0) - written).gather(1, answer) / max(1, (B - 1) * k)
