@@ -165,7 +165,7 @@ class OrderRecipe(Optimisation):
     spread: float = 0.0  # of the selector's logits at the start, where positions look alike
     least_budget: int = 0  # with prices, half of the sequences have a budget between this and `budget`
     reward: bool = False  # learn from whether the answer is valid, not from the likelihood
-    distinct: int = 1  # with a reward: for valid and different answers among so many, where there is no prompt
+    distinct: bool = False  # with a reward: none for an answer that another sequence of the batch wrote too
     temperature: float = 1.0  # of the tokens that are written for a reward; 0: greedy
     reference_weight: float = 0.0  # of the KL from the rule of `start`, as in UPO; 0: none
     from_init: bool = False  # train the order of the run that `init` names further, instead of a fresh one
@@ -188,7 +188,6 @@ class OrderRecipe(Optimisation):
         _check_range(self, 1, "kl_weight")
         _check_range(self, 2, "budget", high=MOST_STEPS)
         _check_range(self, 1, "trajectories", high=10_000)
-        _check_range(self, 1, "distinct", high=10**6)
         _check_range(self, 0, "denoiser_rate", "selector_rate", "scorer_rate", high=1)
         if self.teacher:
             parse_teacher(self.teacher)
@@ -220,8 +219,9 @@ class OrderRecipe(Optimisation):
                 raise UserError(f"least_budget = {self.least_budget} must be at most budget = {self.budget}")
             if self.temperature != defaults["temperature"] and not self.reward:
                 raise UserError("temperature is that of the tokens written for a reward: set reward, or leave it out")
-            if self.distinct != defaults["distinct"] and not self.reward:
-                raise UserError("distinct is about the answers written for a reward: set reward, or leave it out")
+            if self.distinct and not (self.reward and self.temperature):
+                needs = "set reward = true and a temperature above 0"
+                raise UserError(f"distinct is for answers drawn for a reward: {needs}, or leave it out")
             require(self.selector_rate > 0, "selector_rate is 0: no order would be learned")
         if self.continued and self.denoiser_rate == 0:
             raise UserError("continued is for denoiser_rate > 0: the rivals of a frozen order run on its own denoiser")

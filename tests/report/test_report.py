@@ -634,7 +634,7 @@ def test_the_caption_tells_of_another_denoiser():
     told = caption(recipe, [LEARNED, changed(ONE, num_examples=20)], "exact-996ede")
     there = "every rule runs on the same weights as the order here."
     assert told.startswith(f"The order was learned on another denoiser (`--any-denoiser`); {there} Tokens")
-    assert told.endswith("at temperature 1; 20 and 1000 examples.")
+    assert told.endswith("at temperature 1; 20 and 1,000 examples.")
     both = caption(recipe, [LEARNED, changed(LEARNED, denoiser="exact-996ede")], "exact-996ede")
     assert "learned on the denoiser exact-996ede; those on others ran by `--any-denoiser`." in both
 

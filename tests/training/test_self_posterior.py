@@ -24,9 +24,10 @@ from unmask.models.order_model import OrderModel, OrderModelConfig, word_level_t
 from unmask.recipe import load_recipe
 from unmask.rng import Purpose, uniforms
 from unmask.training.checkpoint import CheckpointError
+from unmask.training.reading import with_layout
 from unmask.training.run import _check_same_networks, load_task, train
 from unmask.training.self_posterior import SelfObjective
-from unmask.variational.self_posterior import distinct_reward, estimate_self
+from unmask.variational.self_posterior import estimate_self
 
 PRICES, BUDGET, K, SEED = (0.1, 3.0), 4, 3, 5
 SEQUENCES = [[0, 1, 2, 0, 1, 1], [2, 2, 1], [1, 0, 0, 2]]
@@ -226,17 +227,35 @@ def test_the_reward_is_the_tasks_verdict():
     assert float(outcome.metrics["value"]) == pytest.approx(float((right - PRICES[0] * steps).mean()), abs=1e-6)
 
 
-def test_answers_written_again_count_less():
-    """The second and the third sequence end alike."""
-    objective = SelfObjective(model_of(), K, BUDGET, SEED, checker=FixedTask(examples()), distinct=7)
-    written = torch.tensor([[1, 2, 3], [4, 4, 5], [6, 4, 4]])[..., None]
-    valid = torch.tensor([[True, True, False], [True, False, True], [True, True, True]])
+def test_answers_that_are_written_again_earn_nothing():
+    """Compared up to the first EOS, which is 2; the three sequences wrote 1, 11 and 0, 1 and 1, 00 and 1."""
+
+    class Ended(FixedTask):
+        eos_token_id = 2
+
+    objective = SelfObjective(model_of(), 2, BUDGET, SEED, checker=Ended(examples()), distinct=True)
+    written = torch.tensor([[[1, 2, 0], [1, 1, 2]], [[0, 2, 1], [1, 2, 1]], [[0, 0, 2], [1, 2, 2]]])
     orders = objective.orders
     objective.orders = lambda *batch: orders(*batch)._replace(tokens=written)
-    objective._judged = lambda *_: valid
+    objective._judged = lambda *_: torch.tensor([[True, True], [True, True], [False, True]])
     metrics = objective(examples(), IDS, torch.zeros(3)).metrics
-    assert float(metrics["reward"]) == pytest.approx(float(distinct_reward(valid, written, 7).mean()))
-    assert float(metrics["reward"]) == pytest.approx((7 - 3 * 6 * 2 / 6) / 9)
+    assert float(metrics["reward"]) == pytest.approx((0.5 + 1 + 1 + 0 + 0 + 0) / 6)
+    assert float(metrics["valid"]) == pytest.approx(5 / 6)
+    del objective.orders, objective._judged
+    with pytest.raises(UserError, match=r"that is one sequence: raise order.batch$"):
+        objective(examples().rows(torch.arange(1)), IDS[:1], torch.zeros(1))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_rollouts_are_packed_but_for_denoisers_of_others(own, monkeypatch):
+    """Which would get a mask where nothing is padded."""
+    where, asked, model = "unmask.training.self_posterior", [], model_of()
+    monkeypatch.setattr(f"{where}.with_layout", lambda *given, **how: asked.append(how) or with_layout(*given, **how))
+    if not own:
+        monkeypatch.setattr(f"{where}.FrozenDenoiser", type(model.denoiser))
+    SelfObjective(model, K, BUDGET, SEED).orders(examples(), IDS, torch.full((3,), BUDGET), torch.ones(3))
+    assert asked == [{"any_number": own}] * len(asked)
+    assert len(asked) > 1
 
 
 def test_a_reward_does_not_look_at_the_true_tokens():
@@ -356,16 +375,13 @@ def test_a_run_with_it(tmp_path, ok, reads, drawn):
         Learned(model.selector, price=5.0).check(7, torch.tensor([4]))
 
 
-def test_a_recipe_asks_for_distinct_answers(tmp_path):
-    """Sequences of four symbols are often alike."""
-    rewards = []
-    for number in (1, 10_000):
-        options = ("order.budget=4", "order.reward=true", f"order.distinct={number}", "order.batch=16")
-        train(recipe_of(tmp_path, *options), tmp_path / f"run-{number}", cpu=True)
-        lines = json_lines(tmp_path / f"run-{number}" / "metrics.jsonl")
-        rewards.append(next(line["reward"] for line in lines if line.get("stage") == "order"))
-    assert 0 < rewards[0] < 1
-    assert rewards[1] < -10
+def test_a_recipe_asks_for_distinct_answers(tmp_path, monkeypatch):
+    asked, where = [], "unmask.training.self_posterior.distinct_reward"
+    monkeypatch.setattr(where, lambda valid, answers: asked.append(tuple(answers.shape)) or valid.double())
+    for distinct in ("true", "false"):
+        options = ("task.symbols=9", "order.reward=true", f"order.distinct={distinct}", "order.batch=8")
+        train(recipe_of(tmp_path, *options), tmp_path / distinct, cpu=True)
+        assert asked == [(8, 2, 4)] * 3
 
 
 @pytest.mark.parametrize("posterior", ["scorer", "selector"])
@@ -399,11 +415,14 @@ def test_one_token_per_step(tmp_path, posterior):
         ("order.temperature=0.0", "set reward, or leave it out"),
         ("model.selector.drawn=true", "set order.reward = true and order.temperature above 0, or leave it out$"),
         ("model.selector.drawn=true order.reward=true order.temperature=0.0", "drawn for a reward"),
-        ("order.distinct=100", "distinct is about the answers written for a reward: set reward, or leave it out"),
+        ("order.distinct=true", "for a reward: set reward = true and a temperature above 0, or leave it out$"),
+        ("order.distinct=true order.reward=true order.temperature=0.0", "distinct is for answers drawn for a reward"),
+        ("order.distinct=true order.posterior=scorer", "distinct is for posterior = 'selector'"),
         (
-            "order.reward=true order.distinct=9 task.name=waiting-lines",
-            "counts answers to one prompt; task waiting-lines",
+            "order.reward=true order.distinct=true task.name=waiting-lines",
+            "one prompt, and task waiting-lines has many",
         ),
+        ("order.reward=true order.distinct=true order.batch=32", r"task groups has about \d+ answers, not many more"),
         ("order.selector_rate=0.0", "selector_rate is 0: no order would be learned"),
         ("order.scorer_rate=0.1", "scorer_rate has no effect"),
         ("order.start=threshold", "start = 'threshold' takes its threshold from the price: set order.least_budget"),

@@ -177,24 +177,23 @@ def test_planted_mistakes_with_a_reference_are_found(mistake):
 
 
 def check_distinct(mistake=""):
-    """F and its gradient over all answers of two sequences with two trajectories each; one of four answers is wrong."""
-    number, right = 5, torch.tensor([True, True, False, True])
-    logits = torch.tensor([0.3, -0.4, 0.1, 0.9], dtype=torch.float64, requires_grad=True)
+    """S and its gradient over all answers of three sequences with two trajectories each; one answer is wrong."""
+    right, rows = torch.tensor([True, True, False]), torch.tensor([[7, 0], [7, 1], [6, 1]])
+    logits = torch.tensor([0.3, -0.4, 0.6], dtype=torch.float64, requires_grad=True)
     log_p = logits.log_softmax(0)
-    p = log_p.exp() * right
-    (truth,) = torch.autograd.grad((p - (number - 1) / 2 * p**2).sum(), logits, retain_graph=True)
+    share = ((1 - (1 - log_p.exp()) ** 3) * right).sum() / 3
+    (truth,) = torch.autograd.grad(share, logits, retain_graph=True)
     loss = torch.zeros(())
-    for answers in torch.cartesian_prod(*[torch.arange(4)] * 4).view(-1, 2, K):
-        reward = distinct_reward(right[answers], answers[..., None], number)
-        if mistake == "itself counted":
-            share = (answers[..., None] == answers.flatten()).double().mean(-1)
-            reward = torch.where(right[answers], 1 - (number - 1) * share, 0.0)
-        if mistake == "half of it":
-            reward = (reward + right[answers]) / 2
+    for answers in torch.cartesian_prod(*[torch.arange(3)] * 6).view(-1, 3, K):
+        reward = distinct_reward(right[answers], rows[answers])
         if mistake == "wrong answers too":
-            reward = (
-                reward - (distinct_reward(torch.ones(2, K).bool(), answers[..., None], number) - 1) * ~right[answers]
-            )
+            reward = distinct_reward(right[answers] | True, rows[answers])
+        if mistake == "one part of an answer compared":
+            reward = distinct_reward(right[answers], rows[answers][..., :1])
+        if mistake == "all trajectories of the others compared":
+            own = (answers[..., None] == answers[:, None]).sum(-1)
+            alike = (answers[..., None, None] == answers).sum((-1, -2)) - own
+            reward = (right[answers] & (alike == 0)).double()
         advantage = reward - reward.flip(-1)
         loss = loss + log_p[answers].sum().exp().detach() * (advantage * log_p[answers]).mean()
     (ours,) = torch.autograd.grad(loss, logits)
@@ -202,15 +201,16 @@ def check_distinct(mistake=""):
     assert (ours - truth).abs().max() < 1e-10
 
 
-def test_the_reward_for_different_answers_has_the_gradient_of_their_share():
+def test_the_reward_for_different_answers_has_the_gradient_of_their_number():
     check_distinct()
     answers = torch.tensor([[4, 4], [5, 4]])[..., None]
-    reward = distinct_reward(torch.tensor([[True, False], [True, True]]), answers, 11)
-    assert reward.tolist() == [[1 - 10 / 2, 0.0], [1.0, 1 - 10 * 2 / 2]], "the draws of one sequence are shared"
-    assert distinct_reward(torch.tensor([[True, False]]), torch.zeros(1, 2, 3), 1).tolist() == [[1.0, 0.0]]
+    reward = distinct_reward(torch.tensor([[True, False], [True, True]]), answers)
+    assert reward.tolist() == [[0.5, 0.0], [1.0, 0.0]], "its own sequence, whose draws it shares, does not count"
 
 
-@pytest.mark.parametrize("mistake", ["itself counted", "half of it", "wrong answers too"])
+@pytest.mark.parametrize(
+    "mistake", ["wrong answers too", "one part of an answer compared", "all trajectories of the others compared"]
+)
 def test_planted_mistakes_with_different_answers_are_found(mistake):
     with pytest.raises(AssertionError):
         check_distinct(mistake)

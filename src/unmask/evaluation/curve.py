@@ -65,7 +65,7 @@ def sweep(
 
     sampled: where tokens are, so is the order, and rules draw positions too.  background: that of `parse_policy`; None:
     the frequencies of tokens are not known, and the rule that reads them is left out.
-    No rule takes more steps than the longest response has tokens: caps beyond it are that.
+    Caps end at the length of the longest response: only rules that re-mask could take more steps.
     denoiser: on a block-causal one, families run inside its blocks, and CAPS are those of each block.  `caps` and what
     is returned count the steps of the whole response, as everywhere.
     """

@@ -125,7 +125,7 @@ def caption(recipe: Recipe, records: Sequence[Record], own: str = "") -> str:
             tokens += f", {LABELS[field]} {values(field)}"
     if any(record.spec.eos_policy != "none" for record in records):
         tokens += f", end of sequence: {' and '.join(sorted({record.spec.eos_policy for record in records}))}"
-    tokens += f"; {values('num_examples')} examples"
+    tokens += f"; {' and '.join(f'{number:,}' for number in sorted({r.spec.num_examples for r in records}))} examples"
     if records and all(record.spec.denoiser.startswith(f"{EXACT}-") for record in records):
         return f"Every rule runs on the exact posterior of the task, in the place of a denoiser. {tokens}."
     if recipe.order is None:

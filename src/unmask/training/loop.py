@@ -230,7 +230,7 @@ def backward(
 
     Returns this process's share of the update's mean metrics, on the device: they add up over the processes.  Gradients
     are averaged over the processes, hence the factor of their number: however the batch is divided among processes and
-    micro-batches, it is the gradient of the mean over the batch.
+    micro-batches, it is the gradient of the mean over the batch.  Only order.distinct compares within a micro-batch.
     """
     total: dict[str, Tensor] = {}
     for number, micro_batch in enumerate(micro_batches, start=1):

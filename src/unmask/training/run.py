@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -90,10 +91,8 @@ def train(
         instead = "set task.checker, or leave it out" if hasattr(task, "checker") else "leave it out"
         raise UserError(f"order.reward needs a checker, and task {task.name} has none: {instead}")
     task.check()
-    if recipe.order is not None and recipe.order.distinct > 1:
-        some = task.examples(torch.arange(64), "train")
-        one_prompt = (some.tokens.masked_fill(some.response, -1).unique(dim=0)).shape[0] == 1
-        require(one_prompt, f"order.distinct counts answers to one prompt; task {task.name} has many: leave it out")
+    if recipe.order is not None and recipe.order.distinct:
+        _check_distinct(task, recipe.order)
     if denoiser is None and frozen == EXACT:
         denoiser = ExactDenoiser(task)
     with ExitStack() as stack:
@@ -336,6 +335,18 @@ def _check_fits(folder: Path, found: OrderModel, model: OrderModel, names: Seque
             raise RunFolderError(
                 f"{folder} has another {name} than the recipe: give the recipe of the run, or --force to start over"
             )
+
+
+def _check_distinct(task: Task, order: OrderRecipe) -> None:
+    """Whether answers of a batch can be told apart at all: one prompt, and many more answers than sequences."""
+    some = task.examples(torch.arange(64), "train")
+    given = some.attention_mask & ~some.response
+    prompts = {tuple(row[kept].tolist()) for row, kept in zip(some.tokens, given, strict=True)}
+    many = f"order.distinct is for answers to one prompt, and task {task.name} has many: leave it out"
+    require(len(prompts) == 1, many)
+    answers = math.inf if task.entropy is None else math.exp(task.entropy)
+    few = f"task {task.name} has about {answers:,.0f} answers, not many more than a batch of {order.batch}"
+    require(answers > 10 * order.batch, f"order.distinct: {few}: leave it out")
 
 
 def _check_same_networks(found: Checkpoint, stage: str, recipe: Recipe) -> None:

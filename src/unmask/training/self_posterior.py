@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unmask.decoding.tokens import TokenChoice
+from unmask.errors import require
 from unmask.models.frozen import FrozenDenoiser
 from unmask.models.order_model import OrderModel
 from unmask.models.packing import scatter
@@ -47,7 +48,8 @@ class SelfObjective(nn.Module):
     checker: the task that judges the tokens, which are then the denoiser's own, chosen at `temperature`.  All k
     trajectories share the draws of their tokens.
     On a block-causal denoiser all this is about one block of each sequence, given those before it (`one_block`).
-    distinct: the reward is for valid and different answers among so many (`distinct_reward`).
+    distinct: an answer that another sequence of the batch wrote too earns nothing (`distinct_reward`); where there is
+    EOS, answers end with the first one.
     reference_weight: of the KL from the selector's start, f = 0, which is a rule; 0: none.
 
     The selector's graph is recomputed step by step in the backward pass: only what it reads is kept.
@@ -66,7 +68,7 @@ class SelfObjective(nn.Module):
         *,
         checker: Task | None = None,
         temperature: float = 1.0,
-        distinct: int = 1,
+        distinct: bool = False,
         reference_weight: float = 0.0,
         learn_denoiser: bool = False,
         compile: bool = False,
@@ -97,7 +99,10 @@ class SelfObjective(nn.Module):
         steps, reward = orders.holds_mask.sum(0).float(), None
         if self.checker is not None:
             answers = orders.tokens.cpu()
-            reward = distinct_reward(self._judged(answers, examples), answers, self.distinct).to(price)
+            valid = self._judged(answers, examples)
+            alone = "order.distinct compares what a process writes at once, and that is one sequence: raise order.batch"
+            require(len(valid) > 1 or not self.distinct, alone)
+            reward = (distinct_reward(valid, self._ended(answers)) if self.distinct else valid).to(price)
         price = price if self.model.selector.prices else torch.zeros_like(price)
         penalty = None if orders.deviation is None else self.reference_weight * orders.deviation
         estimate = estimate_self(
@@ -112,7 +117,7 @@ class SelfObjective(nn.Module):
         if reward is None:
             metrics["elbo"] = (orders.gain.sum(0).mean(-1) / unit).mean()
         else:
-            metrics["reward"] = reward.mean()
+            metrics |= {"reward": reward.mean(), "valid": valid.double().mean()}
         return Outcome((loss / unit).mean(), metrics)
 
     def _one_step(self, examples: Examples, ids: Tensor, orders: Orders) -> Tensor:
@@ -194,7 +199,9 @@ class SelfObjective(nn.Module):
         """
         model = self.model
         assert model.selector is not None
-        examples, layout = with_layout(examples, model.selector, any_number=True)
+        # Denoisers of others' would get a mask, where none is faster.
+        any_number = not isinstance(model.denoiser, FrozenDenoiser)
+        examples, layout = with_layout(examples, model.selector, any_number=any_number)
         with torch.no_grad():
             reading = read_denoiser(model.denoiser, tokens, masked, layout, num_masked)
             chosen = reading.truth
@@ -222,6 +229,12 @@ class SelfObjective(nn.Module):
         assert self.checker is not None
         rows = torch.arange(len(examples)).repeat_interleave(self.trajectories)
         return self.checker.valid(tokens.flatten(0, 1), examples.rows(rows).to("cpu")).view(len(examples), -1)
+
+    def _ended(self, answers: Tensor) -> Tensor:
+        """EOS everywhere behind the first one of the answers [B, k, L]."""
+        assert self.checker is not None
+        eos = self.checker.eos_token_id
+        return answers if eos is None else answers.masked_fill((answers == eos).cumsum(-1) > 0, eos)
 
 
 def _read(logits: Tensor, truth: Tensor, drawn: Tensor | None) -> tuple[Tensor, Tensor]:

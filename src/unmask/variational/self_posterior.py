@@ -16,11 +16,11 @@ the same t, or 0 without one: what has ended has nothing left to earn.  theta ge
 With tokens that the model writes itself and a reward for the whole sequence in the place of the likelihood,
 G_t = reward - lambda (steps left), and b_t is the mean over all the other trajectories, ended or not.
 
-The share of valid and different answers among N is, to first order in repeats,
+The expected number of valid and different answers among B, per answer, is
 
-    F = sum_x p(x) - (N - 1) / 2 sum_x p(x)^2     over the valid x,      grad F = E[ (1 - (N - 1) p(x)) grad log p(x) ]
+    S = 1/B sum_x (1 - (1 - p(x))^B)     over the valid x,      grad S = E[ (1 - p(x))^(B - 1) grad log p(x) ]
 
-so the reward 1[valid] (1 - (N - 1) a) has its gradient, a an unbiased estimate of p(x) from the other sequences.
+so the reward 1[valid and written by none of the other B - 1 sequences] has its gradient.
 
 A reference rule P_ref with a weight w keeps the order near a rule (UPO, Hong et al. 2025):
 
@@ -60,18 +60,18 @@ def baseline(after: Tensor, counted: Tensor) -> Tensor:
     return (after.sum(-1, keepdim=True) - after) / (number.sum(-1, keepdim=True) - number).clamp(min=1)
 
 
-def distinct_reward(valid: Tensor, answers: Tensor, number: int) -> Tensor:
-    """1[valid] (1 - (N - 1) a) [B, k] from valid [B, k] bool and answers [B, k, L]; N = 1: whether it is valid.
+def distinct_reward(valid: Tensor, answers: Tensor) -> Tensor:
+    """1[valid] times the part of the j for which no other sequence's trajectory j wrote the same: [B, k].
 
-    a: the part of the other sequences' trajectories that wrote the same; those of the same sequence share their draws.
+    From valid [B, k] bool and answers [B, k, L].  Trajectories of one sequence share their draws: only its j-th counts.
     """
     B, k = valid.shape
     _, which = torch.unique(answers.flatten(0, 1), dim=0, return_inverse=True)
     answer = which.view(B, k)  # its number
-    written = valid.new_zeros(B, int(answer.max()) + 1, dtype=torch.float64)
-    written.scatter_add_(1, answer, torch.ones_like(answer, dtype=torch.float64))  # how often by each sequence
-    a = (written.sum(0) - written).gather(1, answer) / max(1, (B - 1) * k)
-    return torch.where(valid, 1 - (number - 1) * a, 0.0)
+    column = answer.T.contiguous()  # [k, B]: what trajectory j of each sequence wrote
+    number = valid.new_zeros(k, int(which.max()) + 1, dtype=torch.long).scatter_add_(1, column, torch.ones_like(column))
+    alike = number[:, answer] - (column[..., None] == answer).long()  # [k, B, k]: in column j, without its own sequence
+    return torch.where(valid, (alike == 0).double().mean(0), 0.0)
 
 
 def estimate_self(
