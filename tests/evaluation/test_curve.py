@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import unmask
+from tests.evaluation.by_hand import changed
 from tests.evaluation.test_compare import result, without_verdicts
 from tests.training.small import TINY_RECIPE, contents
 from unmask.decoding.policies import Margin, Threshold
@@ -19,6 +20,7 @@ from unmask.evaluation.curve import (
     WHERE_SAMPLED,
     Point,
     compared_curves,
+    diversity,
     family,
     frontier,
     height,
@@ -146,6 +148,34 @@ def test_steps_needed_and_rules_without_a_cap_by_hand():
     table = curve_table(curve)
     alone = {row[0]: row[table.headings.index("no cap")] for row in table.rows}
     assert (alone["4.00"], alone["5.00"], alone["highest"]) == ("–", "75.0", "75.0"), "its first point is at 5 steps"
+
+
+def test_diversity_stands_beside_the_gain():
+    """At 3 steps: half of each of two settings; from 2 to 5, 1/3 and 2/3 of the order's, 3/8 and 5/8 of the rule's."""
+    unique = dict(zip([record.key for record in (*ORDERS, *RULES)], (0.9, 0.6, 0.1, 0.8, 0.2, 0.1), strict=True))
+    found = [changed(record, record.verdicts, metrics={"unique": unique[record.key]}) for record in (*ORDERS, *RULES)]
+    (curve,) = compared_curves(found)
+    table = curve_table(curve)
+    told = {row[0]: row[table.headings.index("unique: learned, rule")] for row in table.rows}
+    assert (told["2.00"], told["3.00"], told["5.00"]) == ("0.90, 0.65", "0.75, 0.50", "0.60, 0.20")
+    assert told["mean, 2.00 to 5.00"] == f"{0.9 / 3 + 1.2 / 3:.2f}, {0.375 * 0.8 + 0.625 * 0.2:.2f}"
+    assert told["highest"] == "0.60, 0.20"
+    assert "different samples, as a fraction of the valid ones" in table.caption
+    none_valid = [changed(found[0], found[0].verdicts, metrics={}, distinct=None), *found[1:]]
+    (row,) = (row for row in curve_table(compared_curves(none_valid)[0]).rows if row[0] == "2.00")
+    assert "–, 0.65" in row
+    (plain,) = compared_curves([changed(record, record.verdicts, distinct=None) for record in (*ORDERS, *RULES)])
+    assert not any("learned, rule" in heading for heading in curve_table(plain).headings)
+
+
+def test_what_tells_a_rule_of_few_answers():
+    def told(**outcome):
+        return diversity(changed(RULES[0], **outcome).outcome)
+
+    assert told(metrics={"TV remove-random": 0.2, "TV shuffle": 0.4, "valid copy": 1.0}) == ("TV", pytest.approx(0.3))
+    assert told(metrics={"unique": 0.5, "valid x unique": 0.4}) == ("valid x unique", 0.4)
+    assert told(distinct=7) == ("different", 7)
+    assert told(metrics={"novel": 0.3}, distinct=None) == ("", None)
 
 
 def test_rules_without_a_cap_where_the_order_has_more_steps():

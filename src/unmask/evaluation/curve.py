@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from unmask.decoding.policies import (
     trained_steps,
 )
 from unmask.evaluation.compare import NEAR, crossed_difference, rivals
-from unmask.evaluation.records import Record, grouped
+from unmask.evaluation.records import Outcome, Record, grouped
 from unmask.files import write_text
 from unmask.jsonl import read_sealed, sealed
 
@@ -138,6 +139,7 @@ class Point:
     ci_low: float
     ci_high: float
     key: str  # of the record
+    diversity: float | None = None  # the figure of this name in the curve's record; None: no answer was valid
 
 
 def frontier(points: Iterable[Point]) -> list[Point]:
@@ -252,6 +254,7 @@ class Curve:
     highest: Reading  # at any number of steps
     points: list[Point]
     revision: str
+    diversity: str = ""  # what tells a rule that writes few different answers: see `diversity`; "": nothing does
     asked: list[str] = field(default_factory=list)  # the options --policy and --steps of the command that swept
 
 
@@ -314,7 +317,19 @@ def _curve(recorded: Recorded, seeds: Iterable[int | None], shown: Sequence[Reco
         highest=reading(lambda hull: np.eye(len(hull))[-1]),
         points=list({point.key: point for own in points for point in own}.values()),
         revision=shown[0].outcome.revision,
+        diversity=max(diversity(record.outcome)[0] for record in records),
     )
+
+
+def diversity(outcome: Outcome) -> tuple[str, float | None]:
+    """The figure of a record that tells a rule of few different answers, and its name; TV: the mean of all.
+
+    A rule may be valid and always write the same.
+    """
+    for name in ("valid x unique", "unique", "TV"):
+        if found := [value for metric, value in outcome.metrics.items() if f"{metric} ".startswith(f"{name} ")]:
+            return name, fmean(found)
+    return "" if outcome.distinct is None else "different", outcome.distinct
 
 
 def _point(record: Record, among: slice | None = None) -> Point:
@@ -324,7 +339,7 @@ def _point(record: Record, among: slice | None = None) -> Point:
     if among is not None and verdicts is not None:
         steps, score = float(verdicts.steps[among].mean()), float(verdicts.valid[among].mean())
     named = family(spec.policy), spec.policy, spec.budget, spec.trained_seed
-    return Point(*named, steps, score, outcome.ci_low, outcome.ci_high, record.key)
+    return Point(*named, steps, score, outcome.ci_low, outcome.ci_high, record.key, diversity(outcome)[1])
 
 
 def _frontiers(recorded: Recorded, among: slice | None = None) -> Sides:
