@@ -673,7 +673,7 @@ def test_token_choices_reach_the_record_and_the_caption(ok, run, monkeypatch):
     assert (record["top_p"], record["top_k"], record["guidance"]) == (0.9, 2, 0.5)
     assert record["eos_policy"] == "min-length:1,stop"
     caption = " ".join(text.split())
-    assert "temperature 1, top-p 0.9, top-k 2, guidance 0.5, end of sequence: min-length:1,stop." in caption
+    assert "temperature 1, top-p 0.9, top-k 2, guidance 0.5, end of sequence: min-length:1,stop; " in caption
 
 
 def test_more_examples_than_a_task_has(refused, run, monkeypatch):

@@ -189,6 +189,7 @@ class OrderRecipe(Optimisation):
         _check_range(self, 2, "budget", high=MOST_STEPS)
         _check_range(self, 1, "trajectories", high=10_000)
         _check_range(self, 0, "denoiser_rate", "selector_rate", "scorer_rate", high=1)
+        _check_range(self, 0, "temperature")
         if self.teacher:
             parse_teacher(self.teacher)
         _check_range(self, 0, "spread", "least_budget", "reference_weight")

@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import shutil
+from io import StringIO
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 import unmask
 from tests.evaluation.by_hand import changed
@@ -156,16 +158,23 @@ def test_diversity_stands_beside_the_gain():
     found = [changed(record, record.verdicts, metrics={"unique": unique[record.key]}) for record in (*ORDERS, *RULES)]
     (curve,) = compared_curves(found)
     table = curve_table(curve)
-    told = {row[0]: row[table.headings.index("unique: learned, rule")] for row in table.rows}
+    told = {row[0]: row[table.headings.index("unique")] for row in table.rows}
     assert (told["2.00"], told["3.00"], told["5.00"]) == ("0.90, 0.65", "0.75, 0.50", "0.60, 0.20")
     assert told["mean, 2.00 to 5.00"] == f"{0.9 / 3 + 1.2 / 3:.2f}, {0.375 * 0.8 + 0.625 * 0.2:.2f}"
     assert told["highest"] == "0.60, 0.20"
     assert "different samples, as a fraction of the valid ones" in table.caption
+    for width in (80, 60):
+        printed = StringIO()
+        Console(file=printed, width=width).print(table)
+        lines = printed.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        assert "…" not in printed.getvalue()
+        assert any("mean steps" in line and "unique" in line for line in lines)
     none_valid = [changed(found[0], found[0].verdicts, metrics={}, distinct=None), *found[1:]]
     (row,) = (row for row in curve_table(compared_curves(none_valid)[0]).rows if row[0] == "2.00")
     assert "–, 0.65" in row
     (plain,) = compared_curves([changed(record, record.verdicts, distinct=None) for record in (*ORDERS, *RULES)])
-    assert not any("learned, rule" in heading for heading in curve_table(plain).headings)
+    assert "unique" not in curve_table(plain).headings
 
 
 def test_what_tells_a_rule_of_few_answers():
@@ -268,7 +277,7 @@ def test_where_the_curves_cross():
     (curve,) = compared_curves([weak, *ORDERS[1:], *RULES])
     assert curve.above == [[pytest.approx(2 + 2 / 3, abs=1e-6), 5]]
     said = curve_verdict(curve)
-    assert said.startswith("learned is mostly above the best rule from 2.00 to 5.00 steps, by +")
+    assert said.startswith("learned is on average above the best rule from 2.00 to 5.00 steps, by +")
     assert "It is above from 2.67 to 5.00 steps." in said
     bad = [order("learned(price=2,deterministic)", 9, "00000000", 2), order("learned", 9, "00000001", 4)]
     (curve,) = compared_curves([*bad, *RULES])

@@ -330,6 +330,14 @@ COMPARED = [*compare([LEARNED, ONE, TWO])]
 FAR = [*compare([LEARNED, heuristic("margin", 16, mean_steps=16.0)])]
 
 
+def test_a_rule_that_never_takes_as_many_steps_is_compared_where_it_ends():
+    early = heuristic("dus", 15, mean_steps=1.0, score=0.99)
+    (found,) = compare([LEARNED, early])
+    table = comparison_table([found], [LEARNED])
+    assert table.rows[0][:3] == ["dus", "0.990 @ 1.00", "-0.017"]
+    assert verdict([LEARNED, ONE, TWO, early]).endswith("against 99.0% with the best rule in 1.00 steps (dus).")
+
+
 def test_columns_of_a_comparison():
     """0.02 x 0.1 + 0.98 x 0.3 = 0.296 at 1.98 steps; without verdicts there is no interval."""
     (found,) = COMPARED

@@ -241,9 +241,6 @@ def test_answers_that_are_written_again_earn_nothing():
     metrics = objective(examples(), IDS, torch.zeros(3)).metrics
     assert float(metrics["reward"]) == pytest.approx((0.5 + 1 + 1 + 0 + 0 + 0) / 6)
     assert float(metrics["valid"]) == pytest.approx(5 / 6)
-    del objective.orders, objective._judged
-    with pytest.raises(UserError, match=r"that is one sequence: raise order.batch$"):
-        objective(examples().rows(torch.arange(1)), IDS[:1], torch.zeros(1))
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -422,6 +419,9 @@ def test_one_token_per_step(tmp_path, posterior):
             "order.reward=true order.distinct=true task.name=waiting-lines",
             "one prompt, and task waiting-lines has many",
         ),
+        ("order.reward=true order.distinct=true order.batch=1", "two sequences or more: raise order.batch"),
+        ("order.reward=true order.distinct=true order.accumulate=4", "two sequences or more: raise order.batch"),
+        ("order.reward=true order.temperature=-1.0", "temperature must be at least 0, got -1.0"),
         ("order.reward=true order.distinct=true order.batch=32", r"task groups has about \d+ answers, not many more"),
         ("order.selector_rate=0.0", "selector_rate is 0: no order would be learned"),
         ("order.scorer_rate=0.1", "scorer_rate has no effect"),

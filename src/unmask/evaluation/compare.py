@@ -39,7 +39,8 @@ class Comparison(NamedTuple):
 
     learned: Record
     policy: str
-    equal: AtEqualSteps  # the heuristic at as many steps as the learned order takes on average
+    equal: AtEqualSteps  # the heuristic at as many steps as the learned order takes on average, or at fewer ...
+    steps: float  # ... which are these, where it never takes as many
     interval: tuple[float, float] | None  # of the difference: 95%, paired bootstrap; None where verdicts were not kept
     at_floor: Record | None  # the paper's way: the heuristic with a budget of floor(mean steps) ...
     at_maximum: Record | None  # ... and with the most steps that the learned order took
@@ -115,13 +116,13 @@ def compare(records: Sequence[Record]) -> list[Comparison]:
     found = []
     for learned in [record for record in records if record.spec.learned and record.outcome.checked]:
         for curve in curves(rivals(learned, records)):
-            equal = at_equal_steps(learned.mean_steps, curve)
+            equal, steps = at_most_steps(learned.mean_steps, curve)
             interval = None
             if learned.verdicts is not None and equal.by_example is not None:
                 interval = crossed_difference(learned.verdicts.valid[None] - equal.by_example)[1:]
             by_budget = {record.spec.budget: record for record in curve}
-            paper = (by_budget.get(steps) for steps in (whole_steps(learned.mean_steps), learned.outcome.most_steps))
-            found.append(Comparison(learned, curve[0].spec.policy, equal, interval, *paper))
+            paper = (by_budget.get(cap) for cap in (whole_steps(learned.mean_steps), learned.outcome.most_steps))
+            found.append(Comparison(learned, curve[0].spec.policy, equal, steps, interval, *paper))
     return found
 
 

@@ -164,7 +164,7 @@ class ResultTable:
 
     def legend(self, headings: Iterable[str]) -> str:
         """The caption and the meaning of these columns."""
-        known = dict.fromkeys("TV" if h.startswith("TV") else h for h in headings)
+        known = dict.fromkeys("TV" if h.startswith("TV") else h for h in headings if f"{h}:" not in self.caption)
         return " ".join(filter(None, [self.caption, *(f"{h}: {MEANINGS[h]}." for h in known if h in MEANINGS)]))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -247,9 +247,10 @@ def notes(records: Sequence[Record]) -> list[str]:
 
 COMPARISON_LEGEND = (
     "equal steps: the rule's score at the learned order's mean steps, interpolated linearly between its own nearest "
-    "numbers of steps. difference: learned less that, with a 95% interval from a paired bootstrap over examples (of no "
-    "width where all examples agree: look at the 95% intervals of the scores there). "
-    "floor, max: the rule's score at the learned order's mean steps rounded down, and at the most steps that it took."
+    "numbers of steps; @: in so many, where it never takes as many. difference: learned less that, with a 95% interval "
+    "from a paired bootstrap over examples (of no width where all examples agree: look at the 95% intervals of the "
+    "scores there). floor, max: the rule's score at the learned order's mean steps rounded down, and at the most steps "
+    "that it took."
 )
 
 
@@ -259,11 +260,12 @@ def comparison_table(comparisons: Sequence[Comparison], among: Sequence[Record])
     outcome, floor = learned.outcome, whole_steps(learned.mean_steps)
     headings = ["against", "equal steps", "difference", "95%", f"floor {floor}", f"max {outcome.most_steps}"]
     rows = []
-    for _, policy, equal, interval, *paper in comparisons:
+    for _, policy, equal, steps, interval, *paper in comparisons:
         middle = ["not comparable", "–", "–"]
         if equal.score is not None:
             width = "{:+.3f} to {:+.3f}".format(*interval) if interval else "–"
-            middle = [f"{equal.score:.3f}", f"{outcome.score - equal.score:+.3f}", width]
+            score = f"{equal.score:.3f}" + (f" @ {steps:.2f}" if steps < learned.mean_steps - NEAR else "")
+            middle = [score, f"{outcome.score - equal.score:+.3f}", width]
         rows.append([policy, *middle, *("–" if r is None else f"{r.outcome.score:.3f}" for r in paper)])
     missing = "; ".join(f"{found.policy}: {found.equal.missing}" for found in comparisons if found.equal.missing)
     title = f"{row_name(learned, among)}: {outcome.score:.3f} valid in {learned.mean_steps:.2f} steps"
@@ -392,7 +394,8 @@ def verdict(records: Sequence[Record]) -> str:
     gain = learned.outcome.score - rival.equal.score
     low, high = rival.interval or (gain, gain)
     how = "better than every" if low > 0 else "worse than the best" if high < 0 else "not clearly better than the best"
-    against = f"against {_score(rival.equal.score)}% with the best rule at equal steps ({rival.policy})"
+    there = f"in {rival.steps:.2f}" if rival.steps < learned.mean_steps - NEAR else "at equal"
+    against = f"against {_score(rival.equal.score)}% with the best rule {there} steps ({rival.policy})"
     return f"The learned order is {how} rule: {own}, {against}."
 
 
@@ -406,8 +409,8 @@ CURVE_LEGEND = (
 DIVERSITY = {
     "valid x unique": "valid and different samples, as a fraction of all, 1 is best",
     "unique": "different samples, as a fraction of the valid ones, 1 is best",
-    "TV": "total variation of random choices from uniform, 0 is best",
-    "different": "different valid samples",
+    "TV": "total variation of random choices from uniform, 0 is best, which only many samples come near",
+    "different": "different valid samples, which a higher score has more of",
 }
 
 
@@ -420,17 +423,17 @@ def curve_verdict(curve: Curve) -> str:
     seeds = f" (mean of {len(curve.seeds)} seeds)" if len(curve.seeds) > 1 else ""
     mean, where = curve.mean or curve.at[0].reading, f"at {curve.start:.2f} steps"
     gain = mean.gain or 0.0
-    told = mean.held_out[0] if mean.held_out else gain
-    side, parts = "above" if told > 0 else "below" if told < 0 else "equal to", ""
+    side, parts = "above" if gain > 0 else "below" if gain < 0 else "equal to", ""
     if curve.stop is not None:
         where = f"from {curve.start:.2f} to {curve.stop:.2f} steps"
         if curve.above and curve.above != [[round(curve.start, 6), round(curve.stop, 6)]]:
-            side, parts = f"mostly {side}", " and ".join(f"from {a:.2f} to {b:.2f}" for a, b in curve.above)
+            side, parts = f"on average {side}", " and ".join(f"from {a:.2f} to {b:.2f}" for a, b in curve.above)
             parts = f" It is above {parts} steps."
     low, high = mean.held_out[1:] if mean.held_out else (mean.low, mean.high)
     chance = low is not None and high is not None and low <= 0 <= high
     held_out = f", held out {_points(mean.held_out[0])} {_interval(*mean.held_out[1:])}" if mean.held_out else ""
-    amount = f"by {_points(gain)} points{' on average' if curve.mean else ''} {_interval(mean.low, mean.high)}".rstrip()
+    average = " on average" if curve.mean and not parts else ""
+    amount = f"by {_points(gain)} points{average} {_interval(mean.low, mean.high)}".rstrip()
     highest = f" The highest scores are {_score(best.learned or 0)}% in {best.learned_steps:.2f} steps and {rule}."
     unsure = ", which may be chance" if chance else ""
     return f"learned{seeds} is {side} the best rule {where}, {amount}{held_out}{unsure}.{parts}{highest}"
@@ -458,12 +461,13 @@ def curve_table(curve: Curve) -> ResultTable:
         rows.append([name, learned, rule, gain, *varied, interval, apart, alone, settings])
     counts = [sum((point.family == "learned") == learned for point in curve.points) for learned in (False, True)]
     legend = f"{counts[0]} points of rules, {counts[1]} of the order. {CURVE_LEGEND}"
-    several = f"{curve.diversity}: learned, rule"
     if curve.diversity:
-        legend += f" {several}: {DIVERSITY[curve.diversity]}; the mean of the settings mixed."
-    varied = [several] if curve.diversity else []
+        mixed = "of the order, of the rule, the mean of the settings mixed"
+        legend += f" {curve.diversity}: {DIVERSITY[curve.diversity]}; {mixed}."
+    varied = [curve.diversity] if curve.diversity else []
     headings = ["mean steps", "learned", "best rule", "gain", *varied, "95%", "held out", "no cap", "which"]
-    return ResultTable("learned against the best rule", legend, headings, rows, minor=("which", "95%"))
+    minor = ("which", "95%", "no cap", "held out")
+    return ResultTable("learned against the best rule", legend, headings, rows, minor)
 
 
 def _diversity(curve: Curve, steps: float, average: bool) -> str:

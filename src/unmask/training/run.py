@@ -91,8 +91,6 @@ def train(
         instead = "set task.checker, or leave it out" if hasattr(task, "checker") else "leave it out"
         raise UserError(f"order.reward needs a checker, and task {task.name} has none: {instead}")
     task.check()
-    if recipe.order is not None and recipe.order.distinct:
-        _check_distinct(task, recipe.order)
     if denoiser is None and frozen == EXACT:
         denoiser = ExactDenoiser(task)
     with ExitStack() as stack:
@@ -100,6 +98,8 @@ def train(
         stack.enter_context(process_settings(threads=recipe.threads, bf16=precision == "bf16"))
         accelerator = stack.enter_context(_accelerator(recipe, precision, out, cpu))
         check_sharding(recipe, accelerator.distributed_type)
+        if recipe.order is not None and recipe.order.distinct:
+            _check_distinct(task, recipe.order, accelerator.num_processes)
         # Weights, gradients and the two moments of Adam, which a GPU keeps in memory of its own.
         model = build_model(recipe, task, copies=4 if accelerator.device.type == "cpu" else 1, denoiser=denoiser)
         plain, changes = _continued_elsewhere(recipe, model), ""
@@ -337,8 +337,10 @@ def _check_fits(folder: Path, found: OrderModel, model: OrderModel, names: Seque
             )
 
 
-def _check_distinct(task: Task, order: OrderRecipe) -> None:
+def _check_distinct(task: Task, order: OrderRecipe, processes: int) -> None:
     """Whether answers of a batch can be told apart at all: one prompt, and many more answers than sequences."""
+    alone = "order.distinct compares what a process writes at once, which must be two sequences or more"
+    require(order.batch >= 2 * order.accumulate * processes, f"{alone}: raise order.batch")
     some = task.examples(torch.arange(64), "train")
     given = some.attention_mask & ~some.response
     prompts = {tuple(row[kept].tolist()) for row, kept in zip(some.tokens, given, strict=True)}
