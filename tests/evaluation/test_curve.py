@@ -346,7 +346,7 @@ def test_the_default_sweep():
     """So many points for an order of ten steps, prices within their range, the cap part of the sweep for all."""
     selector = SimpleNamespace(budget=10, prices=(0.0123456, 2.0))
     plan = sweep(selector, [], [], 72)
-    assert len(plan) == len(planned(selector, [], [], 72)) == 130
+    assert len(plan) == len(planned(selector, [], [], 72)) == 141
     learned = [(rule, cap) for rule, cap in plan if family(rule.name) == "learned"]
     assert {cap for _, cap in learned} == {2, 3, 4, 5, 6, 8, 10}
     prices = sorted(rule.price for rule, cap in learned if cap == 10)
@@ -354,14 +354,16 @@ def test_the_default_sweep():
     assert np.diff(np.log(prices)) == pytest.approx(np.log(2 / 0.0123456) / 7, rel=0.01)
     assert all(rule.deterministic for rule, _ in learned)
     drawn = planned(selector, [], [], 72, True, lambda: torch.full((3,), 0.3)) - planned(selector, [], [], 72)
-    positions = {(rule, cap) for rule in WHERE_SAMPLED for cap in CAPS}
+    positions = {(rule, cap) for rule in WHERE_SAMPLED for cap in (*CAPS, 72)}
     assert drawn - positions == {(f"learned(price={price:g})", 10) for price in prices}, "where tokens are sampled"
     assert positions <= drawn
     unknown = planned(selector, [], [], 72, True)
     assert {rule for rule, _ in drawn - unknown} == {"pc-sampler(0.25,10)"}, "it reads the frequencies of tokens"
     for name in ("threshold", "paced threshold", "factor", "eb", "klass", "top-prob", "margin"):
-        assert {2, 3, 4, 5, 6, 8, 16, 32} <= {cap for rule, cap in plan if family(rule.name) == name}
+        assert {2, 3, 4, 5, 6, 8, 16, 32, 72} <= {cap for rule, cap in plan if family(rule.name) == name}
     assert ("top-prob", 1) in planned(selector, [], [], 72)
+    assert ("threshold:0.5", 72) in planned(selector, [], [], 72)
+    assert {cap for rule, cap in planned(None, ["margin"], [], 129)} == set(CAPS), "one per step would take too long"
 
 
 def test_a_sweep_can_be_restricted():

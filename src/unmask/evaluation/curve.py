@@ -35,6 +35,7 @@ from unmask.jsonl import read_sealed, sealed
 # A strict rule that is cut off after few steps is better there than a lax one that ends by itself, so max_steps, the
 # cap, is swept too.
 CAPS = (2, 3, 4, 5, 6, 8, 16, 32)
+ONE_PER_STEP = 128  # the longest response for which one token per step is swept too: the highest score may be there
 AT_EVERY_CAP = (
     *("threshold:0.9", "threshold:0.95", "threshold:0.99", "threshold(0.9,paced)", "threshold(0.98,paced)"),
     *("factor:0.5", "eb:0.03", "klass(0.9,0.01,1)", "top-prob", "margin", "iid"),
@@ -72,7 +73,8 @@ def sweep(
     """
     size = getattr(denoiser, "block_size", 0)
     blocks = -(-longest // size) if size else 1
-    limits = sorted({min(cap, max(2, longest)) for cap in caps or [blocks * cap for cap in CAPS]})
+    usual = [*(blocks * cap for cap in CAPS), *([longest] if longest <= ONE_PER_STEP else [])]
+    limits = sorted({min(cap, max(2, longest)) for cap in caps or usual})
     plan: list[tuple[Policy, int]] = []
     at_every_cap: tuple[str, ...] = (*AT_EVERY_CAP, *WHERE_SAMPLED) if sampled else AT_EVERY_CAP
     if background is None:
