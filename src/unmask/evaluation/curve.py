@@ -141,7 +141,7 @@ class Point:
     ci_low: float
     ci_high: float
     key: str  # of the record
-    diversity: float | None = None  # the figure of this name in the curve's record; None: no answer was valid
+    diversity: float | None = None  # see `diversity`; None: nothing tells, or no answer was valid
 
 
 def frontier(points: Iterable[Point]) -> list[Point]:
@@ -212,6 +212,8 @@ class Reading:
     high: float | None
     seed_gains: list[float]
     held_out: list[float]  # the gain with corners chosen on other problems, and its interval; empty: no verdicts
+    learned_diversity: float | None = None  # of the settings mixed, their mean; null where it is not known of one
+    rule_diversity: float | None = None
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,7 @@ class Curve:
     highest: Reading  # at any number of steps
     points: list[Point]
     revision: str
-    diversity: str = ""  # what tells a rule that writes few different answers: see `diversity`; "": nothing does
+    diversity: str = ""  # the name of the figure that tells a rule of few different answers; "": nothing does
     asked: list[str] = field(default_factory=list)  # the options --policy and --steps of the command that swept
 
 
@@ -351,12 +353,13 @@ def _frontiers(recorded: Recorded, among: slice | None = None) -> Sides:
 
 def _reading(hulls: Sides, halves: Sequence[Sides], weigh: Weigh, verdicts: dict[str, np.ndarray]) -> Reading:
     """S orders against their rules, with the weights that `weigh` gives the corners of a frontier."""
-    read_off = []  # [S]: score and steps of the order, then of the rules
+    read_off, varied = [], []  # [S]: score and steps of the order, then of the rules; the diversity of both
     settings: dict[str, None] = {}
     for sides in hulls:
         weights = [weigh(hull) if hull else np.zeros(0) for hull in sides]
         ours = [[(p.score, p.mean_steps) for p in hull] or np.zeros((0, 2)) for hull in sides]  # [K, 2] each
         read_off.append([w @ np.array(values) for w, values in zip(weights, ours, strict=True)])
+        varied.append([_average([p.diversity for p in hull], w) for w, hull in zip(weights, sides, strict=True)])
         rules = zip(weights[1], sides[1], strict=True)
         settings |= {f"{point.policy} @ {point.cap}": None for w, point in rules if w > NEAR}
     (learned, learned_steps), (rule, rule_steps) = np.transpose(read_off, (1, 2, 0))  # [S] each
@@ -379,7 +382,18 @@ def _reading(hulls: Sides, halves: Sequence[Sides], weigh: Weigh, verdicts: dict
         high=_rounded(interval.high) if interval else None,
         seed_gains=[_rounded(gain) for gain in learned - rule] if has_order else [],
         held_out=held_out,
+        learned_diversity=_average([learned for learned, _ in varied], np.ones(len(varied))),
+        rule_diversity=_average([rule for _, rule in varied], np.ones(len(varied))),
     )
+
+
+def _average(figures: Sequence[float | None], weights: Iterable[float]) -> float | None:
+    """None where one that counts is not known, or none counts."""
+    counted = [(figure, w) for figure, w in zip(figures, weights, strict=True) if w > NEAR]
+    known = [(figure, w) for figure, w in counted if figure is not None]
+    if not known or len(known) < len(counted):
+        return None
+    return _rounded(sum(figure * w for figure, w in known) / sum(w for _, w in known))
 
 
 def _differences(hulls: Sides, weigh: Weigh, verdicts: dict[str, np.ndarray]) -> np.ndarray | None:

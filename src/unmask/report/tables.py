@@ -17,7 +17,7 @@ from rich.table import Table
 
 from unmask.display import in_markup
 from unmask.evaluation.compare import NEAR, Comparison, area, compare, curves, rivals, whole_steps
-from unmask.evaluation.curve import Curve, Point, frontier, height, mean_weights, steps_for, weights_at
+from unmask.evaluation.curve import Curve, Point, frontier, height, steps_for
 from unmask.evaluation.perplexity import HELD_OUT, Perplexity
 from unmask.evaluation.records import LABELS, Record, grouped
 from unmask.recipe import Recipe, continued
@@ -444,6 +444,7 @@ def curve_table(curve: Curve) -> ResultTable:
     rules = _rules(curve)
     largest = max(point.cap for point in rules)
     free = frontier(point for point in rules if point.cap == largest)
+    places = 0 if curve.diversity == "different" else 2
     readings = [(f"{at.steps:.2f}", at.steps, at.reading) for at in curve.at]
     readings += [(f"mean, {curve.start:.2f} to {curve.stop:.2f}", -inf, curve.mean)] if curve.mean else []
     rows = []
@@ -457,7 +458,8 @@ def curve_table(curve: Curve) -> ResultTable:
         settings = "" if name.startswith("mean") else ", ".join(reading.settings)
         alone = _score(height(free, steps)) if steps >= free[0].mean_steps - NEAR else "–"
         interval = _interval(reading.low, reading.high) or "–"
-        varied = [_diversity(curve, steps, average=name.startswith("mean"))] if curve.diversity else []
+        figures = (reading.learned_diversity, reading.rule_diversity)
+        varied = [", ".join("–" if x is None else f"{x:.{places}f}" for x in figures)] if curve.diversity else []
         rows.append([name, learned, rule, gain, *varied, interval, apart, alone, settings])
     counts = [sum((point.family == "learned") == learned for point in curve.points) for learned in (False, True)]
     legend = f"{counts[0]} points of rules, {counts[1]} of the order. {CURVE_LEGEND}"
@@ -468,26 +470,6 @@ def curve_table(curve: Curve) -> ResultTable:
     headings = ["mean steps", "learned", "best rule", "gain", *varied, "95%", "held out", "no cap", "which"]
     minor = ("which", "95%", "no cap", "held out")
     return ResultTable("learned against the best rule", legend, headings, rows, minor)
-
-
-def _diversity(curve: Curve, steps: float, average: bool) -> str:
-    """Of the order and of the best rule with at most so many mean steps, or on average from a to b."""
-    told = []
-    for learned in (True, False):
-        own = [point for point in curve.points if (point.family == "learned") == learned]
-        figures: list[float | None] = []
-        for points in grouped(own, lambda point: point.seed).values():
-            hull = frontier(points)
-            start, stop = curve.start or 0.0, curve.stop or 0.0
-            weights = mean_weights(hull, start, stop) if average else weights_at(hull, steps)
-            mixed = [(w, point.diversity) for w, point in zip(weights, hull, strict=True) if w > NEAR]
-            one_denoiser = len({(point.policy, point.cap) for point in points}) == len(points)
-            known = one_denoiser and all(figure is not None for _, figure in mixed)
-            figures.append(sum(w * (figure or 0.0) for w, figure in mixed) if known else None)
-        known_ones = [figure for figure in figures if figure is not None]
-        places = 0 if curve.diversity == "different" else 2
-        told.append(f"{fmean(known_ones):.{places}f}" if own and len(known_ones) == len(figures) else "–")
-    return ", ".join(told)
 
 
 def _score(score: float) -> str:

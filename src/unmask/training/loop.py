@@ -298,8 +298,8 @@ def _give_up(
 
 def _progress_text(smooth: dict[str, float], recorded: dict[str, float]) -> str:
     """The moving averages of the metrics, which are kept in `smooth`."""
-    labels = {"elbo": "bound", "reconstruction": "recon", "order_kl": "KL", "reward": "reward", "q_steps": "Q steps"}
-    labels |= {"valid": "valid"} if recorded.get("valid") != recorded.get("reward") else {}
+    labels = {"elbo": "bound", "reconstruction": "recon", "order_kl": "KL", "reward": "reward", "valid": "valid"}
+    labels["q_steps"] = "Q steps"
     for key in recorded:
         smooth[key] = 0.95 * smooth.get(key, recorded[key]) + 0.05 * recorded[key]
     return " ".join(f"{label} {smooth[key]:.3f}" for key, label in labels.items() if key in smooth)

@@ -114,7 +114,9 @@ class SelfObjective(nn.Module):
         if reward is None:
             metrics["elbo"] = (orders.gain.sum(0).mean(-1) / unit).mean()
         else:
-            metrics |= {"reward": reward.mean(), "valid": valid.to(price).mean()}
+            metrics["reward"] = reward.mean()
+            if self.distinct:
+                metrics["valid"] = valid.to(price).mean()
         return Outcome((loss / unit).mean(), metrics)
 
     def _one_step(self, examples: Examples, ids: Tensor, orders: Orders) -> Tensor:
