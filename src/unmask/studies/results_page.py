@@ -5,6 +5,7 @@ FOLDER/STUDY.jsonl and FOLDER/STUDY/ are what `unmask reproduce` leaves.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -132,7 +133,7 @@ def _parts(results: Results) -> list[Part]:
         ways = [group[0] for group in groups if (group[0].spec.task, group[0].spec.split) == (task, split)]
         how = [way for way in distinctions(records[0], ways) if not way.startswith("order of seed")]
         how += [task] if several else []
-        models = ", ".join(sorted({record.spec.model for record in records}))
+        models = "; ".join(sorted({record.spec.model for record in records}))
         name = "-".join([results.name, split, *how]).replace(" ", "-")
         found.append(Part(f"{models}: {', '.join([split, *how])}", f"{name}.svg", records))
     return found
@@ -152,7 +153,7 @@ def _curves(part: Part, results: Results) -> dict[str, Curve]:
     own = _alike(part, results.curves)
     names = [f"-{curve.model}{'-joint' * curve.joint}" if len(own) > 1 else "" for curve in own]
     stem = part.plot.removesuffix(".svg")
-    files = [f"{stem}{name}-curve.svg".replace("/", "-").replace(" ", "-") for name in names]
+    files = [re.sub(r"[ ,/]+", "-", f"{stem}{name}-curve.svg") for name in names]
     return dict(zip(files, own, strict=True))
 
 
