@@ -44,8 +44,8 @@ AT_EVERY_CAP = (
 WHERE_SAMPLED = (
     *("stochastic(top-prob,0.5)", "stochastic(entropy,1)", "random", "dus", "pc-sampler(0.25,10)"),
     # These look at the drawn tokens: often valid, with few different samples.  The first ranks as LLaDA does.
-    *("top-prob(confidence=sampled)", "threshold(0.5,confidence=sampled,paced)"),
-    *("threshold(0.9,confidence=sampled,paced)", "joint-threshold(0.7,0.5)", "p2"),
+    *("top-prob(confidence=sampled)", "joint-threshold(0.7,0.5)", "p2"),
+    *(f"threshold({c},confidence=sampled,paced)" for c in (0.5, 0.9, 0.98, 0.995)),
 )
 AT_THE_LARGEST = (
     *("threshold:0.5", "threshold:0.7", "threshold:0.8", "threshold:0.98", "threshold:0.995"),

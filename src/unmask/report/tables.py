@@ -17,7 +17,7 @@ from rich.table import Table
 
 from unmask.display import in_markup
 from unmask.evaluation.compare import NEAR, Comparison, area, compare, curves, rivals, whole_steps
-from unmask.evaluation.curve import Curve, Point, frontier, height, steps_for
+from unmask.evaluation.curve import Curve, Point, Reading, frontier, height, steps_for
 from unmask.evaluation.perplexity import HELD_OUT, Perplexity
 from unmask.evaluation.records import LABELS, Record, grouped
 from unmask.recipe import Recipe, continued
@@ -436,7 +436,9 @@ def curve_verdict(curve: Curve) -> str:
     amount = f"by {_points(gain)} points{average} {_interval(mean.low, mean.high)}".rstrip()
     highest = f" The highest scores are {_score(best.learned or 0)}% in {best.learned_steps:.2f} steps and {rule}."
     unsure = ", which may be chance" if chance else ""
-    return f"learned{seeds} is {side} the best rule {where}, {amount}{held_out}{unsure}.{parts}{highest}"
+    own, theirs = _diversities(curve, mean)
+    varied = f" There {curve.diversity} is {own}, the rules' {theirs}." if curve.diversity else ""
+    return f"learned{seeds} is {side} the best rule {where}, {amount}{held_out}{unsure}.{varied}{parts}{highest}"
 
 
 def curve_table(curve: Curve) -> ResultTable:
@@ -444,7 +446,6 @@ def curve_table(curve: Curve) -> ResultTable:
     rules = _rules(curve)
     largest = max(point.cap for point in rules)
     free = frontier(point for point in rules if point.cap == largest)
-    places = 0 if curve.diversity == "different" else 2
     readings = [(f"{at.steps:.2f}", at.steps, at.reading) for at in curve.at]
     readings += [(f"mean, {curve.start:.2f} to {curve.stop:.2f}", -inf, curve.mean)] if curve.mean else []
     rows = []
@@ -458,8 +459,7 @@ def curve_table(curve: Curve) -> ResultTable:
         settings = "" if name.startswith("mean") else ", ".join(reading.settings)
         alone = _score(height(free, steps)) if steps >= free[0].mean_steps - NEAR else "–"
         interval = _interval(reading.low, reading.high) or "–"
-        figures = (reading.learned_diversity, reading.rule_diversity)
-        varied = [", ".join("–" if x is None else f"{x:.{places}f}" for x in figures)] if curve.diversity else []
+        varied = [", ".join(_diversities(curve, reading))] if curve.diversity else []
         rows.append([name, learned, rule, gain, *varied, interval, apart, alone, settings])
     counts = [sum((point.family == "learned") == learned for point in curve.points) for learned in (False, True)]
     legend = f"{counts[0]} points of rules, {counts[1]} of the order. {CURVE_LEGEND}"
@@ -470,6 +470,13 @@ def curve_table(curve: Curve) -> ResultTable:
     headings = ["mean steps", "learned", "best rule", "gain", *varied, "95%", "held out", "no cap", "which"]
     minor = ("which", "95%", "no cap", "held out")
     return ResultTable("learned against the best rule", legend, headings, rows, minor)
+
+
+def _diversities(curve: Curve, reading: Reading) -> list[str]:
+    """Of the order, of the rule."""
+    places = 0 if curve.diversity == "different" else 2
+    figures = (reading.learned_diversity, reading.rule_diversity)
+    return ["–" if figure is None else f"{figure:.{places}f}" for figure in figures]
 
 
 def _score(score: float) -> str:
