@@ -26,9 +26,10 @@ def test_a_cpu_that_bf16_slows_down_computes_in_float32(speed):
     assert precision_on("cpu", "bf16") == "no"
     assert precision_on("cpu", "no") == "no"
     assert precision_on("cuda", "bf16") == "bf16"
-    speed(2.0)
-    assert precision_on("cpu", "bf16") == "bf16"
-    assert precision_on("cpu", "no") == "no"
+    for busy in (2.0, 0.5, 0.2):
+        speed(busy)
+        assert precision_on("cpu", "bf16") == "bf16", "a busy machine may halve what is measured"
+        assert precision_on("cpu", "no") == "no"
 
 
 def test_the_measurement_changes_nothing():

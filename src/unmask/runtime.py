@@ -79,7 +79,7 @@ def process_settings(*, threads: int = 0, bf16: bool = False) -> Iterator[None]:
 
 
 def matrix_speed(dtype: torch.dtype = torch.float32, size: int = 768) -> float:
-    """Operations a second of a product of two square matrices on the CPU: the best of three."""
+    """Operations a second of a product of two square matrices on the CPU: the best of ten."""
     matrix = torch.ones(size, size, dtype=dtype, device="cpu")
 
     def seconds() -> float:
@@ -87,7 +87,7 @@ def matrix_speed(dtype: torch.dtype = torch.float32, size: int = 768) -> float:
         matrix @ matrix
         return time.perf_counter() - started
 
-    return 2.0 * size**3 / min(seconds() for _ in range(3))
+    return 2.0 * size**3 / min(seconds() for _ in range(10))
 
 
 def available_memory(device: torch.device | None = None) -> int:
@@ -117,9 +117,12 @@ def require_memory(what: str, needed: int, device: torch.device | None = None) -
 
 @cache
 def precision_on(device: str, wanted: str) -> str:
-    """`wanted`, "bf16" or "no"; but "no" on a CPU that bfloat16 slows down, hundredfold where its hardware lacks it."""
+    """`wanted`, "bf16" or "no"; but "no" on a CPU that bfloat16 slows down, hundredfold where its hardware lacks it.
+
+    Whatever else runs there must not change the answer: a run that resumes would go on in another precision.
+    """
     if device != "cpu" or wanted != "bf16":
         return wanted
     with process_settings(bf16=True):
         rounded = matrix_speed(torch.bfloat16, size=128)
-    return "bf16" if 2 * rounded > matrix_speed(size=128) else "no"
+    return "bf16" if 10 * rounded > matrix_speed(size=128) else "no"
