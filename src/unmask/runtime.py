@@ -78,8 +78,8 @@ def process_settings(*, threads: int = 0, bf16: bool = False) -> Iterator[None]:
         torch.backends.mkldnn.enabled = onednn_before
 
 
-def matrix_speed(dtype: torch.dtype = torch.float32, size: int = 768) -> float:
-    """Operations a second of a product of two square matrices on the CPU: the best of ten."""
+def matrix_speed(dtype: torch.dtype = torch.float32, size: int = 768, tries: int = 3) -> float:
+    """Operations a second of a product of two square matrices on the CPU: the best of some tries."""
     matrix = torch.ones(size, size, dtype=dtype, device="cpu")
 
     def seconds() -> float:
@@ -87,7 +87,7 @@ def matrix_speed(dtype: torch.dtype = torch.float32, size: int = 768) -> float:
         matrix @ matrix
         return time.perf_counter() - started
 
-    return 2.0 * size**3 / min(seconds() for _ in range(10))
+    return 2.0 * size**3 / min(seconds() for _ in range(tries))
 
 
 def available_memory(device: torch.device | None = None) -> int:
@@ -119,10 +119,11 @@ def require_memory(what: str, needed: int, device: torch.device | None = None) -
 def precision_on(device: str, wanted: str) -> str:
     """`wanted`, "bf16" or "no"; but "no" on a CPU that bfloat16 slows down, hundredfold where its hardware lacks it.
 
-    Whatever else runs there must not change the answer: a run that resumes would go on in another precision.
+    Whatever else runs there must not change the answer, or a run that resumes goes on in another precision: CPUs are
+    about as fast in bfloat16, or a hundred times slower, and the limit lies far from both.
     """
     if device != "cpu" or wanted != "bf16":
         return wanted
     with process_settings(bf16=True):
-        rounded = matrix_speed(torch.bfloat16, size=128)
-    return "bf16" if 10 * rounded > matrix_speed(size=128) else "no"
+        rounded = matrix_speed(torch.bfloat16, size=128, tries=10)
+    return "bf16" if 10 * rounded > matrix_speed(size=128, tries=10) else "no"

@@ -162,7 +162,7 @@ def test_diversity_stands_beside_the_gain():
     assert (told["2.00"], told["3.00"], told["5.00"]) == ("0.90, 0.68", "0.75, 0.52", "0.60, 0.20")
     assert told["mean, 2.00 to 5.00"] == "0.70, 0.44"
     assert told["highest"] == "0.60, 0.20"
-    assert "]. There unique is 0.70, the rules' 0.44. The highest" in curve_verdict(curve)
+    assert "]. Diversity, unique: 0.70; of the rules 0.44. The highest" in curve_verdict(curve)
     assert "different samples, as a fraction of the valid ones" in table.caption
     for width in (80, 60):
         printed = StringIO()
@@ -176,7 +176,9 @@ def test_diversity_stands_beside_the_gain():
     assert "–, 0.68" in row
     (plain,) = compared_curves([changed(record, record.verdicts, distinct=None) for record in (*ORDERS, *RULES)])
     assert "unique" not in curve_table(plain).headings
-    assert "There" not in curve_verdict(plain)
+    assert "Diversity" not in curve_verdict(plain)
+    silent = [changed(record, record.verdicts, distinct=None) for record in (*ORDERS, *RULES[:-1])]
+    assert "Diversity" not in curve_verdict(compared_curves([*silent, found[-1]])[0]), "told by no setting of the mean"
 
 
 def test_what_tells_a_rule_of_few_answers():
@@ -293,7 +295,7 @@ def test_scores_alone_have_no_interval():
     assert (curve.mean.low, curve.highest.high) == (None, None)
     (curve,) = compared_curves([*ORDERS, *RULES[:1], without_verdicts(RULES[1])])
     assert (curve.mean.low, curve.mean.held_out) == (None, [])
-    assert "points on average. The" in curve_verdict(curve)
+    assert "points on average. Diversity" in curve_verdict(curve)
 
 
 def test_an_order_with_one_point_is_compared_there():
@@ -426,7 +428,7 @@ def test_the_command_draws_a_curve_and_repeats_nothing(trained, ok, tmp_path):
     curve = read_curve(run / "curve.json")
     records = read_run(run)
     assert {point.key for point in curve.points} == {record.key for record in records}
-    assert len(records) == 8 + 8 + 4 + (5 + 4) * 2 + 5, "four of the thresholds where tokens are sampled"
+    assert len(records) == 8 + 8 + 4 + (5 + 6) * 2 + 5, "six of the thresholds where tokens are sampled"
     assert curve.asked == ["--policy=learned", "--policy=threshold", "--steps=2", "--steps=4"]
     assert compared_curves(records) == [dataclasses.replace(curve, asked=[])], "from the records alone"
     assert (run / "curve.svg").read_text().startswith("<svg")

@@ -25,7 +25,7 @@ DENOISER = PRICED[:LATER] + PRICED[PRICED.index("[evaluate]") :]
 ORDER = PRICED[: PRICED.index("[denoise]")].replace(
     "width = 16\nlayers = 1\nheads = 2\nintermediate = 16\nabsolute_positions = true\n", 'label = "tiny"\n'
 )
-EXACT = ORDER.replace('"tiny"', '"from exact"\ndenoiser = "exact"')
+EXACT = ORDER.replace('"tiny"', '"from exact, again"\ndenoiser = "exact"')
 STUDY = """
 policies = ["top-prob"]
 
@@ -104,7 +104,7 @@ def test_the_curves_of_both_seeds_are_kept(study):
     results = study / "runs" / "results"
     records = read_records(results / "study.jsonl")
     curves = read_jsonl(results / "study" / "curve.jsonl", Curve)
-    assert [curve.model for curve in curves] == ["tiny", "from exact"]
+    assert [curve.model for curve in curves] == ["tiny", "from exact, again"]
     for curve in curves:
         assert (curve.split, curve.seeds, curve.num_examples) == ("test", [0, 1], 10)
         (denoiser,) = {record.spec.denoiser for record in records if record.spec.model == curve.model}
@@ -126,7 +126,7 @@ def test_the_page_shows_the_curve_and_not_every_point(study, ok, tmp_path):
     assert "learned(price" not in text
     assert len(text.splitlines()) < 150
     ok("report", results, "--markdown", tmp_path / "page.md")
-    plots = {f"study-test-{model}-curve.svg" for model in ("tiny", "from-exact")}
+    plots = {f"study-test-{model}-curve.svg" for model in ("tiny", "from-exact-again")}
     assert {path.name for path in (tmp_path / "page").iterdir()} == plots
 
 

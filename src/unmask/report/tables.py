@@ -436,9 +436,9 @@ def curve_verdict(curve: Curve) -> str:
     amount = f"by {_points(gain)} points{average} {_interval(mean.low, mean.high)}".rstrip()
     highest = f" The highest scores are {_score(best.learned or 0)}% in {best.learned_steps:.2f} steps and {rule}."
     unsure = ", which may be chance" if chance else ""
-    own, theirs = _diversities(curve, mean)
-    varied = f" There {curve.diversity} is {own}, the rules' {theirs}." if curve.diversity else ""
-    return f"learned{seeds} is {side} the best rule {where}, {amount}{held_out}{unsure}.{varied}{parts}{highest}"
+    known = mean.learned_diversity is not None or mean.rule_diversity is not None
+    varied = " Diversity, {}: {}; of the rules {}.".format(curve.diversity, *_diversities(curve, mean)) if known else ""
+    return f"learned{seeds} is {side} the best rule {where}, {amount}{held_out}{unsure}.{parts}{varied}{highest}"
 
 
 def curve_table(curve: Curve) -> ResultTable:

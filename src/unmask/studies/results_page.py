@@ -134,7 +134,7 @@ def _parts(results: Results) -> list[Part]:
         how = [way for way in distinctions(records[0], ways) if not way.startswith("order of seed")]
         how += [task] if several else []
         models = "; ".join(sorted({record.spec.model for record in records}))
-        name = "-".join([results.name, split, *how]).replace(" ", "-")
+        name = _file_name("-".join([results.name, split, *how]))
         found.append(Part(f"{models}: {', '.join([split, *how])}", f"{name}.svg", records))
     return found
 
@@ -153,8 +153,12 @@ def _curves(part: Part, results: Results) -> dict[str, Curve]:
     own = _alike(part, results.curves)
     names = [f"-{curve.model}{'-joint' * curve.joint}" if len(own) > 1 else "" for curve in own]
     stem = part.plot.removesuffix(".svg")
-    files = [re.sub(r"[ ,/]+", "-", f"{stem}{name}-curve.svg") for name in names]
+    files = [f"{_file_name(stem + name)}-curve.svg" for name in names]
     return dict(zip(files, own, strict=True))
+
+
+def _file_name(label: str) -> str:
+    return re.sub(r"[ ,/]+", "-", label)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
