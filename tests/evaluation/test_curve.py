@@ -35,6 +35,7 @@ from unmask.evaluation.curve import (
 )
 from unmask.evaluation.records import read_run
 from unmask.jsonl import ResultsError
+from unmask.report.html import Section
 from unmask.report.plots import curve_plot
 from unmask.report.tables import curve_table, curve_verdict, needed_table
 
@@ -179,6 +180,19 @@ def test_diversity_stands_beside_the_gain():
     assert "Diversity" not in curve_verdict(plain)
     silent = [changed(record, record.verdicts, distinct=None) for record in (*ORDERS, *RULES[:-1])]
     assert "Diversity" not in curve_verdict(compared_curves([*silent, found[-1]])[0]), "told by no setting of the mean"
+
+
+def test_the_verdict_of_a_report_is_that_of_its_curve():
+    """A run of which only the sweep was evaluated has an order nonetheless."""
+    (curve,) = compared_curves([*ORDERS, *RULES])
+    section = Section("title", "caption", list(RULES), (), curve=curve)
+    assert section.verdict == curve_verdict(curve)
+    for low in (0.05, -0.05):
+        mean = dataclasses.replace(curve.mean, held_out=[0.1, low, 0.2])
+        assert section._replace(curve=dataclasses.replace(curve, mean=mean)).is_better == (low > 0)
+    (rules,) = compared_curves(RULES)
+    assert section._replace(curve=rules).verdict.startswith("No order was learned here")
+    assert not section._replace(curve=rules).is_better
 
 
 def test_what_tells_a_rule_of_few_answers():

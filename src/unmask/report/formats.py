@@ -15,7 +15,7 @@ from unmask.errors import UserError
 from unmask.files import refuse_link, write_text
 from unmask.report.html import Section, further_tables, together
 from unmask.report.plots import curve_plot, order_picture, pictured, shared_plot
-from unmask.report.tables import ResultTable, curve_verdict, markdown_table, ordered, record_table, verdict
+from unmask.report.tables import ResultTable, markdown_table, ordered, record_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,8 +73,7 @@ def tables(section: Section) -> list[ResultTable]:
 def markdown(sections: Sequence[Section]) -> str:
     parts = []
     for section in sections:
-        parts += [f"## {section.title}", verdict(section.records)]
-        parts += [curve_verdict(section.curve)] if section.curve is not None else []
+        parts += [f"## {section.title}", section.verdict]
         for table in tables(section):
             parts += [f"### {table.title}"] if table.title else []
             parts += [markdown_table(table.headings, table.rows), table.legend(table.headings)]

@@ -72,6 +72,20 @@ class Section(NamedTuple):
     commands: Sequence[str] = ()  # that made the records
     orders: dict[str, Any] | str = ""  # what `orders_of` says, or why there is nothing
 
+    @property
+    def verdict(self) -> str:
+        """That of the curve, if it has an order: its rival is the best of all rules, swept."""
+        curve = self.curve
+        return verdict(self.records) if curve is None or curve.start is None else curve_verdict(curve)
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the interval of its gain is above 0."""
+        mean = self.curve.mean if self.curve else None
+        if mean is not None and mean.gain is not None:
+            return (mean.held_out[1] if mean.held_out else mean.low or 0.0) > 0
+        return self.verdict.startswith("The learned order is better")
+
 
 def read_sections(runs: Sequence[Path], trust_task: bool = False, examples: int = 0) -> list[Section]:
     """What is known of these runs; `examples` are written once more for the viewer."""
@@ -224,13 +238,13 @@ def together(sections: Sequence[Section]) -> list[list[Section]]:
 def _head(sections: Sequence[Section]) -> str:
     """The verdict, and the numbers that it rests on."""
     if len(sections) > 1:
-        better = sum(verdict(section.records).startswith("The learned order is better") for section in sections)
+        better = sum(section.is_better for section in sections)
         told = f"In {better} of {len(sections)} runs the learned order is better than every rule at equal steps."
         return f"<h1>{told}</h1>"
     (section,) = sections
     learned, rival = headline(section.records)
-    told = f"<h1>{in_html(verdict(section.records))}</h1>"
-    if learned is None or rival is None:
+    told = f"<h1>{in_html(section.verdict)}</h1>"
+    if learned is None or rival is None or section.verdict != verdict(section.records):
         return told
     return told + _numbers(learned, rival)
 
@@ -265,12 +279,13 @@ def _section(section: Section, drawn: dict[str, Any], alone: bool) -> str:
     records = ordered(section.records)
     scored, parts = [record for record in records if record.outcome.checked], []
     below = bound_verdict(section.bound) if section.bound is not None else ""
-    told = [] if alone else [verdict(section.records)]
+    told = [] if alone else [section.verdict]
     parts.append(f"<h2>{in_html(section.title)}</h2>")
     parts.append(f'<p class="lead">{in_html(" ".join(filter(None, [*told, below, section.caption])))}</p>')
     parts.append(_watch(section.orders, drawn))
     if section.curve is not None:
-        parts.append(_chart(_swept(section.curve), curve_verdict(section.curve), drawn))
+        swept = "Percent valid against mean steps: the order at its prices, rules over their parameters, several caps."
+        parts.append(_chart(_swept(section.curve), swept, drawn))
     if scored:
         what = (
             "Points with 95% intervals; a line joins neighbouring numbers of steps only. Click a name to see it alone."

@@ -96,7 +96,7 @@ def title(run: Path, task: Task) -> str:
     """The task of a run with all that is known about it."""
     facts = [f"{task.length} tokens"]
     if task.min_steps is not None:
-        facts.append(f"{task.min_steps} steps for exact samples")
+        facts.append(f"{task.min_steps} {'step' if task.min_steps == 1 else 'steps'} for exact samples")
     if task.entropy is not None:
         facts.append(f"true entropy {task.entropy:.3f} nats")
     return f"{run.resolve().name}, {task.name}: {', '.join(facts)}"
