@@ -333,7 +333,10 @@ def test_recipe_list(call):
     assert [line.split()[0] for line in lines] == recipe_module.known_recipes()
     assert max(map(len, lines)) <= 160
     groups = next(line for line in lines if line.startswith("groups "))
-    assert groups.split(maxsplit=2)[1:] == ["groups", "denoiser and order, T = 2"]
+    assert groups.split(maxsplit=2)[1:] == [
+        "groups",
+        "denoiser and order, T = 2  Four groups of dependent tokens, the posterior a scorer as in the paper",
+    ]
     assert any(line.endswith("An order for the denoiser of gsm8k-30m") for line in lines)
 
 

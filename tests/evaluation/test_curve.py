@@ -191,7 +191,7 @@ def test_the_verdict_of_a_report_is_that_of_its_curve():
         mean = dataclasses.replace(curve.mean, held_out=[0.1, low, 0.2])
         assert section._replace(curve=dataclasses.replace(curve, mean=mean)).is_better == (low > 0)
     (rules,) = compared_curves(RULES)
-    assert section._replace(curve=rules).verdict.startswith("No order was learned here")
+    assert section._replace(curve=rules).verdict.startswith("There is no learned order here")
     assert not section._replace(curve=rules).is_better
 
 

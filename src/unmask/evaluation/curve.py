@@ -196,7 +196,7 @@ def steps_for(hull: Sequence[Point], score: float) -> float | None:
 
 # --- learned against the best rule ------------------------------------------------------------------------------------
 
-STEPS = (2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 10.0)  # where the curves are compared
+STEPS = (1.25, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 10.0)  # where the curves are compared
 
 
 @dataclass(frozen=True)

@@ -74,9 +74,8 @@ class Section(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """That of the curve, if it has an order: its rival is the best of all rules, swept."""
-        curve = self.curve
-        return verdict(self.records) if curve is None or curve.start is None else curve_verdict(curve)
+        """That of the curve, if there is one: its rival is the best of all rules, swept."""
+        return verdict(self.records) if self.curve is None else curve_verdict(self.curve)
 
     @property
     def is_better(self) -> bool:
