@@ -243,7 +243,7 @@ def _head(sections: Sequence[Section]) -> str:
     (section,) = sections
     learned, rival = headline(section.records)
     told = f"<h1>{in_html(section.verdict)}</h1>"
-    if learned is None or rival is None or section.verdict != verdict(section.records):
+    if section.curve is not None or learned is None or rival is None:
         return told
     return told + _numbers(learned, rival)
 
