@@ -266,9 +266,11 @@ class Reproduction:
         # Sorted: whichever of them is chosen, the commands of the first split stay the same.
         learned = tuple(sorted({*study.learned, *study.learned_tried})) if first else study.learned
         best_others = bool(study.others) and not first
-        if split.curve:  # an order that brings its own denoiser also runs the rules
-            swept = {run: ("learned",) if run in elsewhere else () for run in runs}
-            return [Stage(run, split, policies, steps=split.steps) for run, policies in swept.items()]
+        if split.curve:  # an order that brings its own denoiser also runs the rules: once on that of another run
+            on = {run: self.runs[run].training.denoiser for run in runs}
+            sweeps = {denoiser: run for run, denoiser in reversed(on.items()) if denoiser}
+            others = [run for run in runs if run in elsewhere or sweeps.get(on[run], run) != run]
+            return [Stage(run, split, ("learned",) if run in others else (), steps=split.steps) for run in runs]
         stages = [Stage(run, split, learned) for run in elsewhere]
         for run in [run for run in runs if run not in elsewhere]:
             if run in budgets:  # it brings its own denoiser for the heuristics
