@@ -212,6 +212,13 @@ def test_valid_by_hand(task, rdkit, capfd):
     assert task.codes(tokens, examples)[-3:] == ["c1cc1", "CC", ""]
 
 
+def test_training_molecules_that_rdkit_cannot_read_are_told(task, tmp_path, rdkit, capfd):
+    task.check()
+    assert "rdkit" not in capfd.readouterr().err
+    task_of(tmp_path, "SMILES,SPLIT\nCC,train\nC(C,train\nCCC(,train\nCCC,test\n").check()
+    assert "rdkit cannot read 2 of the first 3 training molecules, such as C(C: they" in capfd.readouterr().err
+
+
 def test_molecules_count_not_their_spellings(task, rdkit):
     """OCC is CCO, which is in test only; NCCNC is in train as it is written, C1=CC=CC=C1 in its canonical form."""
     assert canonical(["NCCNC"])[0] not in CHAINS

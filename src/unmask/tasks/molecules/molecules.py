@@ -39,6 +39,7 @@ _SPLITS = ("train", "dev", "test", "scaffolds")
 _EOS, _EOS_NAME = 0, "<eos>"
 _MOST_TOKENS = 256  # they are kept as bytes
 _CHUNK = 2**16  # molecules at a time, to bound memory
+_LOOKED_AT = 1000  # training molecules, before training: can rdkit read them?
 
 _Tokens = tuple[tuple[str, ...], dict[str, Ragged], int]  # the vocabulary, every split, how many were left out
 
@@ -90,6 +91,12 @@ class Molecules(Task):
             chemnet()
         self._rows(self.held_out)
         super().check()
+        first = self.examples(torch.arange(min(_LOOKED_AT, len(self._rows("train")))), "train")
+        texts = self.codes(first.tokens, first)
+        unread = [text for text, found in zip(texts, canonical(texts), strict=True) if not found]
+        if unread:
+            found = f"rdkit cannot read {len(unread)} of the first {len(texts)} training molecules, such as {unread[0]}"
+            say(f"task {self.name}: {found}: they are trained on all the same", err=True)
 
     def kind(self, token: int) -> str:
         text = self.vocabulary[token]
