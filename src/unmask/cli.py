@@ -481,7 +481,7 @@ def _evaluate_curve(run: Path, **options: Any) -> None:
         say("No rule was evaluated that the order can be compared with.")
         return
     say(curve_verdict(curve))
-    Console(highlight=False).print(curve_table(curve))
+    Console(highlight=False).print(*map(curve_table, curve.by_measure), sep="\n")
     write_text(run / "curve.svg", svg(curve_plot(curve, "valid, %")) + "\n")
     say(f"curve: {run / 'curve.svg'}, {run / 'curve.json'}")
 

@@ -182,6 +182,46 @@ def test_diversity_stands_beside_the_gain():
     assert "Diversity" not in curve_verdict(compared_curves([*silent, found[-1]])[0]), "told by no setting of the mean"
 
 
+def test_credits_are_compared_as_verdicts_are():
+    """Copies count together once: at 1 step the rule has 1 of its 2, at 5 2 of 6; the order 3 of 3 and 7 of 7."""
+    shares = {"11000000": 1 / 2, "11111100": 1 / 3, "00000111": 1 / 3, "11100000": 1.0, "11111110": 1.0}
+
+    def credited(record):
+        marks = "".join("1" if valid else "0" for valid in record.verdicts.valid)
+        share = 1.0 if record.spec.learned else shares[marks]
+        credit = share * record.verdicts.valid
+        return changed(record, record.verdicts._replace(credit=credit), metrics={"unique": share})
+
+    records = [credited(record) for record in (*ORDERS, *RULES)]
+    (curve,) = compared_curves(records)
+    assert dataclasses.replace(curve, diverse=None) == compared_curves([changed(r, r.verdicts._replace(credit=None))
+        for r in records])[0]  # fmt: skip
+    assert [one.measure for one in curve.by_measure] == ["valid", "valid x unique"]
+    at = {found.steps: found.reading for found in curve.diverse.at}
+    assert [at[m].rule for m in (2, 3, 4, 5)] == pytest.approx([5 / 32, 3 / 16, 7 / 32, 1 / 4], abs=1e-6)
+    assert [at[m].learned for m in (2, 3, 4, 5)] == pytest.approx([3 / 8, 5 / 8, 7 / 8, 7 / 8])
+    assert curve.diverse.highest.gain == pytest.approx(7 / 8 - 1 / 4)
+    interval = crossed_difference(np.array([[1, 1, 1, 1, 1, 1, 1, 0]]) - np.array([[1, 1, 1, 1, 1, 1, 0, 0]]) / 3)
+    assert (curve.diverse.highest.low, curve.diverse.highest.high) == pytest.approx(interval[1:], abs=1e-6)
+    told = curve_verdict(curve)
+    assert told.count("above the best rule") == 2
+    assert " By valid x unique: learned is above" in told
+    assert told.count("Diversity") == 1, "the second measure has it in its scores"
+    assert "copies count once together" in curve_table(curve.diverse).caption
+    assert curve_table(curve.diverse).title == "learned against the best rule, valid x unique"
+    one_by_one = credited(result("top-prob", 9, "11111100", [9] * 8))
+    (row,) = needed_table(compared_curves([*records, one_by_one]), share=1.0).rows
+    assert row[0].endswith("valid x unique")
+    assert row[2] == "25.0"
+    section = Section("title", "caption", list(RULES), (), curve=curve)
+    for low in (0.05, -0.05):
+        mean = dataclasses.replace(curve.diverse.mean, held_out=[0.1, low, 0.2])
+        diverse = dataclasses.replace(curve.diverse, mean=mean)
+        assert section._replace(curve=dataclasses.replace(curve, diverse=diverse)).is_better == (low > 0)
+    some = [*records[:-1], changed(records[-1], records[-1].verdicts._replace(credit=None))]
+    assert compared_curves(some)[0].diverse is None, "not known of one"
+
+
 def test_the_verdict_of_a_report_is_that_of_its_curve():
     """A run of which only the sweep was evaluated has an order nonetheless."""
     (curve,) = compared_curves([*ORDERS, *RULES])
@@ -442,7 +482,7 @@ def test_the_command_draws_a_curve_and_repeats_nothing(trained, ok, tmp_path):
     curve = read_curve(run / "curve.json")
     records = read_run(run)
     assert {point.key for point in curve.points} == {record.key for record in records}
-    assert len(records) == 8 + 8 + 4 + (5 + 6) * 2 + 5, "six of the thresholds where tokens are sampled"
+    assert len(records) == 8 + 8 + 4 + (5 + 8) * 2 + 5, "eight of the thresholds where tokens are sampled"
     assert curve.asked == ["--policy=learned", "--policy=threshold", "--steps=2", "--steps=4"]
     assert compared_curves(records) == [dataclasses.replace(curve, asked=[])], "from the records alone"
     assert (run / "curve.svg").read_text().startswith("<svg")

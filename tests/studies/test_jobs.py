@@ -49,6 +49,21 @@ def until(path):
     return f"import os, time\nfor _ in range(180_000): os.path.exists({str(path)!r}) and os._exit(0); time.sleep(0.01)"
 
 
+def test_jobs_share_the_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs.os, "cpu_count", lambda: 9)
+    told, seen = "import os; print(os.environ['OMP_NUM_THREADS'])", Seen()
+
+    def threads(at_once):
+        ran = job(tmp_path, f"of-{at_once}", told)
+        run_jobs([ran], at_once, seen.began, seen.ended)
+        return int(ran.log.read_text().split()[-1])
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [threads(at_once) for at_once in (1, 4, 20)] == [9, 2, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads(5) == 3, "what a user sets is kept"
+
+
 def test_at_most_so_many_at_once_and_each_after_what_it_waits_for(tmp_path):
     """c waits for a, which is slow: d goes before it.  What is none of the jobs is there already."""
     slow = until(tmp_path / "logs" / "d.txt")

@@ -15,7 +15,7 @@ from unmask.errors import UserError
 from unmask.evaluation.plan import evaluate
 from unmask.recipe import load_recipe
 from unmask.tasks import make_task
-from unmask.tasks.diversity import total_variation
+from unmask.tasks.diversity import binned, overlap_credit, total_variation
 from unmask.tasks.exact import ExactDenoiser
 from unmask.tasks.puzzles.groups import Groups
 from unmask.tasks.puzzles.waiting_lines import NAMES, OPERATIONS, WaitingLines
@@ -128,11 +128,47 @@ def test_steps():
 
 
 def test_total_variation_by_hand():
-    assert total_variation(torch.tensor([0, 1, 2, 3]), torch.tensor([4] * 4), 4) == 0
-    assert total_variation(torch.tensor([0] * 9), torch.tensor([4] * 9), 4) == 0.75
-    assert total_variation(torch.tensor([0, 0, 1]), torch.tensor([2] * 3), 2) == pytest.approx(1 / 6, abs=1e-6)
-    assert total_variation(torch.arange(5), torch.tensor([5] * 5), 3) == 0, "a uniform choice in any bins"
-    assert total_variation(torch.tensor([0, 1]), torch.tensor([4, 4]), 2) == 0.5, "the first half"
+    def variation(place, places, bins):
+        return total_variation(binned(torch.tensor(place), torch.tensor(places), bins))
+
+    assert variation([0, 1, 2, 3], [4] * 4, 4) == 0
+    assert variation([0] * 9, [4] * 9, 4) == 0.75
+    assert variation([0, 0, 1], [2] * 3, 2) == pytest.approx(1 / 6, abs=1e-6)
+    assert variation(range(5), [5] * 5, 3) == 0, "a uniform choice in any bins"
+    assert variation([0, 1], [4, 4], 2) == 0.5, "the first half"
+
+
+def test_the_overlap_by_hand_and_by_its_definition():
+    """Of 8 answers 6 are right: 4 in the first of 3 places, 2 in the second.  min(4/8, 1/3) + min(2/8, 1/3) = 7/12."""
+    share = binned(torch.tensor([0, 0, 1, 0, 0, 1]), torch.tensor([3] * 6), 3)
+    credit = overlap_credit(share, 8)
+    assert credit.tolist() == pytest.approx([2 / 3, 2 / 3, 1, 2 / 3, 2 / 3, 1])
+    assert credit.sum() / 8 == pytest.approx(7 / 12)
+    draws = torch.Generator().manual_seed(0)
+    for bins in (2, 3, 7):
+        places = torch.randint(bins, 12, (40,), generator=draws)
+        share = binned((torch.rand(40, generator=draws) ** 2 * places).long(), places, bins)
+        with_wrong = torch.cat([share.sum(0), torch.tensor([10.0])]) / 50
+        variation = (with_wrong - torch.tensor([1 / bins] * bins + [0])).abs().sum() / 2
+        assert overlap_credit(share, 50).sum() / 50 == pytest.approx(float(1 - variation))
+
+
+def test_credits_of_several_operations():
+    """Of copies every right one counts, of a removed name only as many as a uniform choice has of each place."""
+    task = WaitingLines(operations="copy,remove-random", min_n=4, max_n=4)
+    examples = task.examples(torch.arange(400), "test")
+    copies = examples.tokens[:, 0] == task.vocabulary.index("copy")
+    prompt = examples.tokens[:, : task._start]
+    first = torch.cat([prompt, task._written(prompt, torch.zeros(400, 1, dtype=torch.long))[:, 0]], dim=-1)
+    first[:7] = 0
+    credit = torch.tensor(task.credit(task.codes(first, examples)))
+    removed = int((~copies).sum())
+    right = int((~copies[7:]).sum())
+    assert credit[:7].tolist() == [0] * 7
+    assert credit[7:][copies[7:]].tolist() == [1] * int(copies[7:].sum())
+    assert credit[~copies].sum() == pytest.approx(removed / 4), "one place of four"
+    assert credit[7:][~copies[7:]].tolist() == pytest.approx([removed / 4 / right] * right)
+    assert WaitingLines(operations="copy,sort").credit([0, 1]) is None, "nothing is random"
 
 
 def test_what_a_whole_evaluation_comes_to():

@@ -26,7 +26,7 @@ from unmask.decoding.policies import (
     trained_steps,
 )
 from unmask.evaluation.compare import NEAR, crossed_difference, rivals
-from unmask.evaluation.records import Outcome, Record, grouped
+from unmask.evaluation.records import Outcome, Record, grouped, wilson_interval
 from unmask.files import write_text
 from unmask.jsonl import read_sealed, sealed
 
@@ -240,6 +240,9 @@ class Curve:
     the side with more points near its frontier, be it the rules or the order.  So every gain is also given `held_out`:
     corners chosen on the problems with even numbers are read on those with odd numbers and the other way round, which
     favours neither.
+
+    A rule can be valid and always write the same, so where the task has credits they are compared too (`diverse`),
+    those of every setting by itself.
     """
 
     task: str
@@ -260,7 +263,14 @@ class Curve:
     points: list[Point]
     revision: str
     diversity: str = ""  # the name of the figure that tells a rule of few different answers; "": nothing does
+    measure: str = "valid"  # what the scores are means of
+    diverse: Curve | None = None  # the same with the credits of `Task.credit` as scores; null where one has none
     asked: list[str] = field(default_factory=list)  # the options --policy and --steps of the command that swept
+
+    @property
+    def by_measure(self) -> list[Curve]:
+        """What is valid and, if that is known, what is valid and diverse."""
+        return [self] if self.diverse is None else [self, self.diverse]
 
 
 Weigh = Callable[[Sequence[Point]], np.ndarray]
@@ -280,7 +290,7 @@ def compared_curves(records: Sequence[Record]) -> list[Curve]:
         return [curve for curve in found if curve is not None]
     plain = [record for record in records if not record.spec.learned]
     rules = grouped(plain, lambda record: (record.spec.denoiser, *record.spec.setting))
-    return [_curve([([], own)], {}, own) for own in rules.values()]
+    return [_curve([([], own)], [], own) for own in rules.values()]
 
 
 def _with_rivals(orders: Sequence[Record], records: Sequence[Record]) -> Curve | None:
@@ -290,10 +300,36 @@ def _with_rivals(orders: Sequence[Record], records: Sequence[Record]) -> Curve |
     for own in by_seed.values():
         met = {rival.key: rival for order in own for rival in rivals(order, records)}
         sides.append((own, list(met.values())))
-    return _curve(sides, by_seed, orders) if all(rules for _, rules in sides) else None
+    return _curve(sides, list(by_seed), orders) if all(rules for _, rules in sides) else None
 
 
-def _curve(recorded: Recorded, seeds: Iterable[int | None], shown: Sequence[Record]) -> Curve:
+# What the mean of the credits is, by the figure of `diversity`.
+MEASURES = {"TV": "overlap", "valid x unique": "valid x unique", "unique": "valid x unique"}
+
+
+def _curve(recorded: Recorded, seeds: Sequence[int | None], shown: Sequence[Record]) -> Curve:
+    """What is valid, and what is valid and diverse."""
+    records = [record for sides in recorded for own in sides for record in own]
+    figure = max(diversity(record.outcome)[0] for record in records)
+    found = replace(_comparison(recorded, seeds, shown), diversity=figure)
+    if any(record.verdicts is None or record.verdicts.credit is None for record in records):
+        return found
+    credited = [([_credited(r) for r in orders], [_credited(r) for r in rules]) for orders, rules in recorded]
+    return replace(found, diverse=replace(_comparison(credited, seeds, shown), measure=MEASURES[figure]))
+
+
+def _credited(record: Record) -> Record:
+    """With the credits in the place of the verdicts."""
+    verdicts = record.verdicts
+    assert verdicts is not None
+    assert verdicts.credit is not None
+    low, high = wilson_interval(verdicts.credit.sum(), len(verdicts.credit))  # wide: credits vary less than verdicts
+    score = float(verdicts.credit.mean())
+    outcome = replace(record.outcome, score=score, ci_low=round(low, 6), ci_high=round(high, 6))
+    return replace(record, outcome=outcome, verdicts=verdicts._replace(valid=verdicts.credit))
+
+
+def _comparison(recorded: Recorded, seeds: Sequence[int | None], shown: Sequence[Record]) -> Curve:
     points = [[_point(record) for record in own] for sides in recorded for own in sides if own]
     start = max(frontier(own)[0].mean_steps for own in points)
     stop = min(max(point.mean_steps for point in own) for own in points)
@@ -322,7 +358,6 @@ def _curve(recorded: Recorded, seeds: Iterable[int | None], shown: Sequence[Reco
         highest=reading(lambda hull: np.eye(len(hull))[-1]),
         points=list({point.key: point for own in points for point in own}.values()),
         revision=shown[0].outcome.revision,
-        diversity=max(diversity(record.outcome)[0] for record in records),
     )
 
 

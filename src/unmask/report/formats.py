@@ -57,8 +57,9 @@ def figures(sections: Sequence[Section]) -> dict[str, Figure]:
         found[f"{task}-quality"] = shared_plot([(section.run, ordered(section.records)) for section in group])
     for section in sections:
         own = "" if len(sections) == 1 else re.sub(r"\W+", "-", section.run).strip("-") + "-"
-        if section.curve is not None:
-            found[f"{own}sweep"] = curve_plot(section.curve, "valid, %")
+        for curve in section.curve.by_measure if section.curve is not None else []:
+            what = "" if curve is section.curve else "-diverse"
+            found[f"{own}sweep{what}"] = curve_plot(curve, f"{curve.measure}, %")
         if scored := [record for record in ordered(section.records) if record.outcome.checked]:
             found[f"{own}quality"] = shared_plot([("", scored)])
         if chosen := pictured(section.records):

@@ -80,7 +80,7 @@ class Section(NamedTuple):
     @property
     def is_better(self) -> bool:
         """Whether the interval of its gain is above 0."""
-        mean = self.curve.mean if self.curve else None
+        mean = self.curve.by_measure[-1].mean if self.curve else None
         if mean is not None and mean.gain is not None:
             return (mean.held_out[1] if mean.held_out else mean.low or 0.0) > 0
         return self.verdict.startswith("The learned order is better")
@@ -283,8 +283,9 @@ def _section(section: Section, drawn: dict[str, Any], alone: bool) -> str:
     parts.append(f'<p class="lead">{in_html(" ".join(filter(None, [*told, below, section.caption])))}</p>')
     parts.append(_watch(section.orders, drawn))
     if section.curve is not None:
-        swept = "Percent valid against mean steps: the order at its prices, rules over their parameters, several caps."
-        parts.append(_chart(_swept(section.curve), swept, drawn))
+        for curve in section.curve.by_measure:
+            swept = "against mean steps: the order at its prices, rules over their parameters, several caps."
+            parts.append(_chart(_swept(curve), f"Percent {curve.measure} {swept}", drawn))
     if scored:
         what = (
             "Points with 95% intervals; a line joins neighbouring numbers of steps only. Click a name to see it alone."
@@ -303,7 +304,7 @@ def _section(section: Section, drawn: dict[str, Any], alone: bool) -> str:
 def further_tables(section: Section) -> list[ResultTable]:
     """All but the table of the records."""
     records = ordered(section.records)
-    found = [curve_table(section.curve)] if section.curve is not None else []
+    found = [curve_table(curve) for curve in section.curve.by_measure] if section.curve is not None else []
     found += [*result_tables(records)[1:], *perplexity_tables(section.perplexities, records)]
     return [*found, bound_table(section.bound, section.run)] if section.bound is not None else found
 
@@ -372,11 +373,11 @@ def _swept(curve: Curve) -> dict[str, Any]:
             ends = [low, high] if is_corner else [None, None]
             found.append([point.mean_steps, y, *ends, visible(said), False, not is_corner])
         lines.append({"label": visible(family), "learned": family == "learned", "points": found})
-    return _score_chart("Quality against steps, every setting swept", lines)
+    return _score_chart("Quality against steps, every setting swept", lines, curve.measure)
 
 
-def _score_chart(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    axes = {"x": "mean steps per sequence", "y": "valid, %", "log": True, "percent": True}
+def _score_chart(name: str, lines: list[dict[str, Any]], measure: str = "valid") -> dict[str, Any]:
+    axes = {"x": "mean steps per sequence", "y": f"{measure}, %", "log": True, "percent": True}
     return {"title": name, **axes, "series": sorted(lines, key=lambda line: not line["learned"])}
 
 

@@ -414,8 +414,22 @@ DIVERSITY = {
 }
 
 
+# The measures of `Curve.by_measure`.
+MEASURE = {
+    "valid": "",
+    "valid x unique": "valid x unique: valid and different samples, as a fraction of all; copies count once together. ",
+    "overlap": "overlap: 1 less the total variation between random choices and uniform ones, with wrong answers as one "
+    "more outcome; of choices that are too frequent only as many count. ",
+}
+
+
 def curve_verdict(curve: Curve) -> str:
-    """Whether the learned order is better than every rule, and where."""
+    """Whether the learned order is better than every rule, and where, by every measure."""
+    first, *more = curve.by_measure
+    return " ".join([_verdict(first), *(f"By {other.measure}: {_verdict(other)}" for other in more)])
+
+
+def _verdict(curve: Curve) -> str:
     best = curve.highest
     rule = f"{_score(best.rule)}% in {best.rule_steps:.2f} steps"
     if curve.start is None:
@@ -436,7 +450,8 @@ def curve_verdict(curve: Curve) -> str:
     amount = f"by {_points(gain)} points{average} {_interval(mean.low, mean.high)}".rstrip()
     highest = f" The highest scores are {_score(best.learned or 0)}% in {best.learned_steps:.2f} steps and {rule}."
     unsure = ", which may be chance" if chance else ""
-    known = mean.learned_diversity is not None or mean.rule_diversity is not None
+    figures = (mean.learned_diversity, mean.rule_diversity)
+    known = curve.diversity and figures != (None, None)
     varied = " Diversity, {}: {}; of the rules {}.".format(curve.diversity, *_diversities(curve, mean)) if known else ""
     return f"learned{seeds} is {side} the best rule {where}, {amount}{held_out}{unsure}.{parts}{varied}{highest}"
 
@@ -462,14 +477,15 @@ def curve_table(curve: Curve) -> ResultTable:
         varied = [", ".join(_diversities(curve, reading))] if curve.diversity else []
         rows.append([name, learned, rule, gain, *varied, interval, apart, alone, settings])
     counts = [sum((point.family == "learned") == learned for point in curve.points) for learned in (False, True)]
-    legend = f"{counts[0]} points of rules, {counts[1]} of the order. {CURVE_LEGEND}"
+    legend = f"{MEASURE[curve.measure]}{counts[0]} points of rules, {counts[1]} of the order. {CURVE_LEGEND}"
     if curve.diversity:
         mixed = "of the order, of the rule, the mean of the settings mixed"
         legend += f" {curve.diversity}: {DIVERSITY[curve.diversity]}; {mixed}."
     varied = [curve.diversity] if curve.diversity else []
     headings = ["mean steps", "learned", "best rule", "gain", *varied, "95%", "held out", "no cap", "which"]
     minor = ("which", "95%", "no cap", "held out")
-    return ResultTable("learned against the best rule", legend, headings, rows, minor)
+    title = "learned against the best rule" + (f", {curve.measure}" if curve.measure != "valid" else "")
+    return ResultTable(title, legend, headings, rows, minor)
 
 
 def _diversities(curve: Curve, reading: Reading) -> list[str]:
@@ -496,7 +512,7 @@ def needed_table(compared: Sequence[Curve], share: float = 0.95) -> ResultTable:
     settings = ("temperature", "eos_policy", "precision", "num_examples")
     told_apart = [name for name in settings if len({getattr(curve, name) for curve in compared}) > 1]
     rows = []
-    for curve in compared:
+    for curve in (compared_by.by_measure[-1] for compared_by in compared):
         rules = _rules(curve)
         largest = max(point.cap for point in rules)
         ranked = [p for p in rules if {"top-prob", "margin"} & {*re.split("[(,)]", p.family)}]  # in blocks or not
@@ -511,6 +527,7 @@ def needed_table(compared: Sequence[Curve], share: float = 0.95) -> ResultTable:
         each = ", ".join("–" if steps is None else f"{steps:.2f}" for steps in learned)
         rule = steps_for(frontier(rules), target)
         names = [curve.task, curve.model, *(["joint"] if curve.joint else [])]
+        names += [curve.measure] if curve.measure != "valid" else []
         names += [f"{LABELS[name]} {getattr(curve, name)}" for name in told_apart]
         cells = [_score(max(counted)), "not reached" if rule is None else f"{rule:.2f}"]
         rows.append([", ".join(names), f"{largest}", *cells, f"{told} ({each})" if learned else "–"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import time
@@ -34,7 +35,9 @@ Ended = Callable[[Job, int, float, float], None]  # the exit code, when it start
 
 
 class _Running:
-    def __init__(self, job: Job) -> None:
+    """A job of several at once has its share of the cores: more threads than cores wait for each other."""
+
+    def __init__(self, job: Job, at_once: int) -> None:
         self.job, self.started, self.clock = job, time.time(), time.perf_counter()
         if job.log is not None:
             job.log.parent.mkdir(parents=True, exist_ok=True)
@@ -43,8 +46,9 @@ class _Running:
                 log.write(f"$ {shlex.join(job.command)}\n".encode())
             # In a process group of its own: Ctrl-C goes to all of a terminal's group, and would end it unsaved.
             self.process = subprocess.Popen(
-                job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log and subprocess.STDOUT, process_group=0
-            )
+                job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log and subprocess.STDOUT, process_group=0,
+                env={"OMP_NUM_THREADS": f"{max(1, (os.cpu_count() or 1) // at_once)}"} | os.environ,
+            )  # fmt: skip
 
     @property
     def seconds(self) -> float:
@@ -80,7 +84,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int, began: Callable[[Job], None], en
                     if len(running) < at_once and not job.after & unfinished:
                         status.stop()
                         began(job)
-                        running.append(_Running(job))
+                        running.append(_Running(job, at_once))
                         waiting.remove(job)
                 for one in [one for one in running if one.process.poll() is not None]:
                     if code := end(one):

@@ -79,7 +79,11 @@ def write_page(page: Path, folder: Path) -> None:
     plots.mkdir(parents=True, exist_ok=True)
     for results in studies:
         for part in _parts(results):
-            figures = {picture: curve_plot(curve, "solved, %") for picture, curve in _curves(part, results).items()}
+            figures = {
+                name: curve_plot(one, "solved, %" if one is curve else f"{one.measure}, %")
+                for picture, curve in _curves(part, results).items()
+                for name, one in _pictures(picture, curve)
+            }
             lines = [] if figures else [*rule_series(part.records), *order_series(part.records)]
             for picture, figure in (figures or {part.plot: plot(lines, "solved, %")}).items():
                 write_text(plots / picture, svg(figure) + "\n")
@@ -157,6 +161,12 @@ def _curves(part: Part, results: Results) -> dict[str, Curve]:
     return dict(zip(files, own, strict=True))
 
 
+def _pictures(picture: str, curve: Curve) -> list[tuple[str, Curve]]:
+    """The file of each measure's plot."""
+    names = [picture, picture.replace("-curve.svg", "-diverse-curve.svg")]
+    return list(zip(names, curve.by_measure, strict=False))
+
+
 def _file_name(label: str) -> str:
     return re.sub(r"[ ,/]+", "-", label)
 
@@ -168,11 +178,12 @@ Rows = tuple[list[str], list[list[str]]]
 
 def _curve(curve: Curve, picture: str) -> str:
     """The verdict, the plot and the gains."""
-    name, table = f"{curve.model}, {'joint' if curve.joint else 'frozen'}", curve_table(curve)
-    plotted = f"![{name}, {curve.split}: quality against mean steps]({picture})"
-    return "\n\n".join(
-        [f"**{name}:** {curve_verdict(curve)}", plotted, markdown_table(table.headings, table.rows), table.caption]
-    )
+    name, parts = f"{curve.model}, {'joint' if curve.joint else 'frozen'}", list[str]()
+    for plotted, one in _pictures(picture, curve):
+        table, what = curve_table(one), "quality" if one is curve else one.measure
+        parts += [f"![{name}, {curve.split}: {what} against mean steps]({plotted})"]
+        parts += [markdown_table(table.headings, table.rows), table.caption]
+    return "\n\n".join([f"**{name}:** {curve_verdict(curve)}", *parts])
 
 
 def _orders(records: Sequence[Record], gains: Sequence[Gain]) -> Rows:

@@ -56,13 +56,36 @@ def distinct(texts: Sequence[Sequence[Hashable]], n: int) -> float:
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
-def total_variation(place: Tensor, places: Tensor, bins: int) -> float:
-    """TV = 1/2 sum_b |h_b - 1/bins|, h the histogram of the intervals [place, place + 1) / places over [0, 1).
+def one_of_each(answers: Sequence[str]) -> list[float]:
+    """Equal answers share a credit of 1, "" has none: the mean is the part of valid and different ones."""
+    copies = Counter(answers)
+    return [1 / copies[answer] if answer else 0.0 for answer in answers]
 
-    Where all lines have as many places as there are bins, this is the plain one; lines of different n share the bins,
-    and a uniform choice still has TV 0.  Of E true draws it is about sqrt(bins / (2 pi E)): 0.05 for 16 and 1000.
+
+def binned(place: Tensor, places: Tensor, bins: int) -> Tensor:
+    """[E, bins], rows of sum 1: how much of the interval [place, place + 1) / places lies in each bin of [0, 1).
+
+    Lines of different n share the bins; where all have as many places as there are bins, each lies in one.
     """
     edges, number = torch.arange(bins + 1, dtype=torch.float64) / bins, places.double()[:, None]  # [E, 1]
     low, high = place[:, None] / number, (place[:, None] + 1) / number
-    share = (high.minimum(edges[1:]) - low.maximum(edges[:-1])).clamp(min=0) * number  # [E, bins]
-    return round(float((share.mean(0) - 1 / bins).abs().sum()) / 2, 6)
+    return (high.minimum(edges[1:]) - low.maximum(edges[:-1])).clamp(min=0) * number
+
+
+def total_variation(share: Tensor) -> float:
+    """TV = 1/2 sum_b |h_b - 1/bins|, h the mean of share [E, bins]: a uniform choice has 0.
+
+    Of E true draws it is about sqrt(bins / (2 pi E)): 0.05 for 16 and 1000.
+    """
+    return round(float((share.mean(0) - 1 / share.shape[1]).abs().sum()) / 2, 6)
+
+
+def overlap_credit(share: Tensor, draws: int) -> Tensor:
+    """[E]: (1/bins) / h_b for an answer in a bin that is too full, else 1.  Their sum over the draws is the overlap
+
+        1 - TV = sum_b min(h_b, 1/bins)      h_b = sum_e share_eb / draws
+
+    with a uniform choice, where share [E, bins] has the right answers and a wrong one is one more outcome.
+    """
+    worth = (draws / share.shape[1] / share.sum(0)).clamp(max=1)  # infinite before the clamp where a bin is empty
+    return share @ worth

@@ -25,7 +25,7 @@ from unmask.errors import UserError, require
 from unmask.progress import watched
 from unmask.rng import Purpose, uniforms
 from unmask.tasks.cache import alone_in, cache_folder, written_whole
-from unmask.tasks.diversity import sequence_codes
+from unmask.tasks.diversity import one_of_each, sequence_codes
 from unmask.tasks.task import Examples, Task, check_choice, check_range, check_split, prompt_kept, random_spans
 
 # Raise it with every change of the code after which the same files give other statements.
@@ -119,6 +119,9 @@ class Statements(Task):
         valid = [text for text in codes if text]
         unique = {"unique": len(set(valid)) / len(valid)} if valid else {}
         return unique | {"characters": sum(map(len, valid)) / len(codes)}
+
+    def credit(self, codes: list[str]) -> list[float]:
+        return one_of_each(codes)
 
     @cached_property
     def _trained(self) -> Tensor:

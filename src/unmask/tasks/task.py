@@ -129,6 +129,11 @@ class Task(ABC):
         """Figures of a whole evaluation that are no means over examples; they stand beside the metrics."""
         return {}
 
+    def credit(self, codes: list[Any]) -> list[float] | None:
+        """In [0, 1], what each answer counts if equal ones count no more together than the truth has of them, and wrong
+        ones nothing; None: nothing is known of it."""
+        return None
+
     def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor | None:
         """[B] exact log p(response | prompt) in nats (-inf where impossible), or None where it is not known."""
         return None

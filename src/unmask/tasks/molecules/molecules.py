@@ -25,7 +25,7 @@ from unmask.errors import UserError, prefixed, require
 from unmask.progress import progress
 from unmask.rng import Purpose, uniforms
 from unmask.tasks.cache import Ragged, alone_in, cache_folder, written_whole
-from unmask.tasks.diversity import sequence_codes
+from unmask.tasks.diversity import one_of_each, sequence_codes
 from unmask.tasks.molecules.chemistry import Gaussian, canonical, chemnet, described, drawn, frechet_distance
 from unmask.tasks.molecules.smiles import TOKEN, Molecule, moses_files, parts_of, read_molecules
 from unmask.tasks.puzzles.puzzle import unpadded
@@ -150,6 +150,9 @@ class Molecules(Task):
                 as_many = described(self._held_out(self.fcd, len(valid)))
                 figures["FCD of true ones"] = frechet_distance(as_many, self._reference)
         return {name: round(figure, 6) for name, figure in figures.items()}
+
+    def credit(self, codes: Sequence[str]) -> list[float]:
+        return one_of_each(canonical(codes))
 
     def _was_trained_on(self, texts: Sequence[str]) -> Tensor:
         """[M] bool."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unmask.errors import did_you_mean, require
-from unmask.tasks.diversity import total_variation
+from unmask.tasks.diversity import binned, overlap_credit, total_variation
 from unmask.tasks.puzzles.puzzle import Puzzle, unpadded
 from unmask.tasks.task import Examples, check_choice, check_range, prompt_kept
 
@@ -213,18 +214,37 @@ class WaitingLines(Puzzle):
 
     def overall(self, codes: list[int]) -> dict[str, float]:
         """The total variation of random places from uniform; with several operations also the valid part of each."""
-        code = torch.tensor(codes)
-        operation, n, place = code // 10_000, code // 100 % 100, code % 100 - 1
         figures = {}
-        for word in self._chosen:
-            asked, which = operation == OPERATIONS.index(word), f" {word}" if len(self._chosen) > 1 else ""
-            right = asked & (place >= 0)
+        for word, asked, right, share in self._by_operation(codes):
+            which = f" {word}" if len(self._chosen) > 1 else ""
             if which and asked.any():
                 figures[f"valid{which}"] = int(right.sum()) / int(asked.sum())
-            if (word == "shuffle" or "random" in word) and right.any():
-                places = n[right] + int("insert" in word)
-                figures[f"TV{which}"] = total_variation(place[right], places, int(places.min()))
+            if share is not None:
+                figures[f"TV{which}"] = total_variation(share)
         return figures
+
+    def credit(self, codes: list[int]) -> list[float] | None:
+        if not any(map(_is_random, self._chosen)):
+            return None
+        credit = torch.zeros(len(codes), dtype=torch.float64)
+        for _, asked, right, share in self._by_operation(codes):
+            credit[right] = 1.0 if share is None else overlap_credit(share, int(asked.sum()))
+        return credit.tolist()
+
+    def _by_operation(self, codes: list[int]) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None]]:
+        """The codes of which the operation was asked [E], which of them are right [E], and of those the bins of random
+        places [R, bins]; None: there are none."""
+        code = torch.tensor(codes)
+        operation, n, place = code // 10_000, code // 100 % 100, code % 100 - 1
+        for word in self._chosen:
+            asked = operation == OPERATIONS.index(word)
+            right, places = asked & (place >= 0), n + int("insert" in word)
+            drawn = _is_random(word) and bool(right.any())
+            yield word, asked, right, binned(place[right], places[right], int(places[asked].min())) if drawn else None
+
+
+def _is_random(operation: str) -> bool:
+    return operation == "shuffle" or "random" in operation
 
 
 def _num_answers(operation: str, n: int) -> int:
