@@ -182,19 +182,19 @@ def test_diversity_stands_beside_the_gain():
     assert "Diversity" not in curve_verdict(compared_curves([*silent, found[-1]])[0]), "told by no setting of the mean"
 
 
-def test_credits_are_compared_as_verdicts_are():
+def test_what_is_diverse_is_compared_as_verdicts_are():
     """Copies count together once: at 1 step the rule has 1 of its 2, at 5 2 of 6; the order 3 of 3 and 7 of 7."""
     shares = {"11000000": 1 / 2, "11111100": 1 / 3, "00000111": 1 / 3, "11100000": 1.0, "11111110": 1.0}
 
-    def credited(record):
+    def counted(record):
         marks = "".join("1" if valid else "0" for valid in record.verdicts.valid)
         share = 1.0 if record.spec.learned else shares[marks]
-        credit = share * record.verdicts.valid
-        return changed(record, record.verdicts._replace(credit=credit), metrics={"unique": share})
+        parts = share * record.verdicts.valid
+        return changed(record, record.verdicts._replace(diverse=parts), metrics={"unique": share})
 
-    records = [credited(record) for record in (*ORDERS, *RULES)]
+    records = [counted(record) for record in (*ORDERS, *RULES)]
     (curve,) = compared_curves(records)
-    assert dataclasses.replace(curve, diverse=None) == compared_curves([changed(r, r.verdicts._replace(credit=None))
+    assert dataclasses.replace(curve, diverse=None) == compared_curves([changed(r, r.verdicts._replace(diverse=None))
         for r in records])[0]  # fmt: skip
     assert [one.measure for one in curve.by_measure] == ["valid", "valid x unique"]
     at = {found.steps: found.reading for found in curve.diverse.at}
@@ -209,7 +209,7 @@ def test_credits_are_compared_as_verdicts_are():
     assert told.count("Diversity") == 1, "the second measure has it in its scores"
     assert "copies count once together" in curve_table(curve.diverse).caption
     assert curve_table(curve.diverse).title == "learned against the best rule, valid x unique"
-    one_by_one = credited(result("top-prob", 9, "11111100", [9] * 8))
+    one_by_one = counted(result("top-prob", 9, "11111100", [9] * 8))
     (row,) = needed_table(compared_curves([*records, one_by_one]), share=1.0).rows
     assert row[0].endswith("valid x unique")
     assert row[2] == "25.0"
@@ -218,8 +218,12 @@ def test_credits_are_compared_as_verdicts_are():
         mean = dataclasses.replace(curve.diverse.mean, held_out=[0.1, low, 0.2])
         diverse = dataclasses.replace(curve.diverse, mean=mean)
         assert section._replace(curve=dataclasses.replace(curve, diverse=diverse)).is_better == (low > 0)
-    some = [*records[:-1], changed(records[-1], records[-1].verdicts._replace(credit=None))]
+    some = [*records[:-1], changed(records[-1], records[-1].verdicts._replace(diverse=None))]
     assert compared_curves(some)[0].diverse is None, "not known of one"
+    nameless = compared_curves([changed(record, record.verdicts, metrics={}) for record in records])[0].diverse
+    assert nameless.measure == "valid and diverse"
+    assert nameless.highest.gain == curve.diverse.highest.gain
+    assert "as the task scores it" in curve_table(nameless).caption
 
 
 def test_the_verdict_of_a_report_is_that_of_its_curve():

@@ -232,7 +232,7 @@ def test_figures_of_a_whole_evaluation_stand_beside_the_metrics(tmp_path, monkey
     counts = torch.tensor([code % 100 - 1 for code in codes]).bincount(minlength=4)
     assert record.metrics == {"TV": pytest.approx(float((counts / 60 - 0.25).abs().sum() / 2), abs=1e-6)}
     assert 0 < record.metrics["TV"] < 0.25
-    kept = [line["credit"] for line in json_lines(stream.path)]
+    kept = [line["diverse"] for line in json_lines(stream.path)]
     assert kept[:2] == [None, None], "known when all are"
     assert sum(kept[2]) / len(kept[2]) == pytest.approx(1 - record.metrics["TV"], abs=1e-6), "all are valid"
     assert run(model, TopProbability(), 3, task=task, verdicts=VerdictFile(stream.path)) == record

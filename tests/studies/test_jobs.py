@@ -50,7 +50,7 @@ def until(path):
 
 
 def test_jobs_share_the_cores(tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs.os, "cpu_count", lambda: 9)
+    monkeypatch.setattr(jobs.torch, "get_num_threads", lambda: 9)
     told, seen = "import os; print(os.environ['OMP_NUM_THREADS'])", Seen()
 
     def threads(at_once):

@@ -226,7 +226,7 @@ def test_molecules_count_not_their_spellings(task, rdkit):
     assert figures == {"valid x unique": 0.5, "unique": 0.625, "novel": 0.6, "characters": 5.375}
     assert task.overall(["C1=CC=CC=C1"])["novel"] == 0
     assert task.overall(["C("]) == {"valid x unique": 0.0}
-    assert task.credit(["OCC", "C(C)O", "C(", "CBr", "CCO"]) == [1 / 3, 1 / 3, 0, 1, 1 / 3]
+    assert task.diverse(["OCC", "C(C)O", "C(", "CBr", "CCO"]) == [1 / 3, 1 / 3, 0, 1, 1 / 3]
     assert [task.overall([text])["novel"] for text in ("S", "C" * 12, "C" * 13)] == [1, 0, 1]
 
 

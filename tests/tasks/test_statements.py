@@ -167,7 +167,7 @@ def test_whole_statements_are_read_up_to_their_end(task):
     characters = (2 * len(good) + len(trained) + len(texts(task, "dev")[0])) / 7
     assert task.overall(task.codes(tokens, examples)) == {"unique": 3 / 4, "characters": characters}
     assert task.overall(task.codes(tokens[2:3], examples)) == {"characters": 0}
-    assert task.credit(["a = 1", "", "b", "a = 1"]) == [0.5, 0, 1, 0.5]
+    assert task.diverse(["a = 1", "", "b", "a = 1"]) == [0.5, 0, 1, 0.5]
 
 
 def test_a_span_is_read_in_its_statement(task):

@@ -15,7 +15,7 @@ from unmask.errors import UserError
 from unmask.evaluation.plan import evaluate
 from unmask.recipe import load_recipe
 from unmask.tasks import make_task
-from unmask.tasks.diversity import binned, overlap_credit, total_variation
+from unmask.tasks.diversity import binned, overlap_parts, total_variation
 from unmask.tasks.exact import ExactDenoiser
 from unmask.tasks.puzzles.groups import Groups
 from unmask.tasks.puzzles.waiting_lines import NAMES, OPERATIONS, WaitingLines
@@ -140,20 +140,28 @@ def test_total_variation_by_hand():
 
 def test_the_overlap_by_hand_and_by_its_definition():
     """Of 8 answers 6 are right: 4 in the first of 3 places, 2 in the second.  min(4/8, 1/3) + min(2/8, 1/3) = 7/12."""
-    share = binned(torch.tensor([0, 0, 1, 0, 0, 1]), torch.tensor([3] * 6), 3)
-    credit = overlap_credit(share, 8)
-    assert credit.tolist() == pytest.approx([2 / 3, 2 / 3, 1, 2 / 3, 2 / 3, 1])
-    assert credit.sum() / 8 == pytest.approx(7 / 12)
+    share = torch.cat([binned(torch.tensor([0, 0, 1, 0, 0, 1]), torch.tensor([3] * 6), 3), torch.zeros(2, 3)])
+    parts = overlap_parts(share)
+    assert parts.tolist() == pytest.approx([1 / 3, 1 / 3, 4 / 3, 1 / 3, 1 / 3, 4 / 3, 1 / 3, 1 / 3])
+    assert parts.mean() == pytest.approx(7 / 12)
     draws = torch.Generator().manual_seed(0)
     for bins in (2, 3, 7):
         places = torch.randint(bins, 12, (40,), generator=draws)
         share = binned((torch.rand(40, generator=draws) ** 2 * places).long(), places, bins)
-        with_wrong = torch.cat([share.sum(0), torch.tensor([10.0])]) / 50
-        variation = (with_wrong - torch.tensor([1 / bins] * bins + [0])).abs().sum() / 2
-        assert overlap_credit(share, 50).sum() / 50 == pytest.approx(float(1 - variation))
+        share = torch.cat([share, torch.zeros(10, bins)])
+
+        def overlap(weights, share=share, bins=bins):  # [50] of the answers
+            h = torch.cat([weights @ share, 1 - (weights @ share).sum()[None]])
+            return float(1 - (h - torch.tensor([1 / bins] * bins + [0])).abs().sum() / 2)
+
+        weights, parts = torch.full((50,), 1 / 50, dtype=torch.float64), overlap_parts(share)
+        assert parts.mean() == pytest.approx(overlap(weights))
+        for e in (0, 17, 49):  # what a little more of one answer changes
+            more = 1e-6 * torch.eye(50, dtype=torch.float64)[e] + (1 - 1e-6) * weights
+            assert (overlap(more) - overlap(weights)) / 1e-6 == pytest.approx(float(parts[e] - parts.mean()), abs=1e-6)
 
 
-def test_credits_of_several_operations():
+def test_the_overlap_of_several_operations():
     """Of copies every right one counts, of a removed name only as many as a uniform choice has of each place."""
     task = WaitingLines(operations="copy,remove-random", min_n=4, max_n=4)
     examples = task.examples(torch.arange(400), "test")
@@ -161,14 +169,12 @@ def test_credits_of_several_operations():
     prompt = examples.tokens[:, : task._start]
     first = torch.cat([prompt, task._written(prompt, torch.zeros(400, 1, dtype=torch.long))[:, 0]], dim=-1)
     first[:7] = 0
-    credit = torch.tensor(task.credit(task.codes(first, examples)))
-    removed = int((~copies).sum())
-    right = int((~copies[7:]).sum())
-    assert credit[:7].tolist() == [0] * 7
-    assert credit[7:][copies[7:]].tolist() == [1] * int(copies[7:].sum())
-    assert credit[~copies].sum() == pytest.approx(removed / 4), "one place of four"
-    assert credit[7:][~copies[7:]].tolist() == pytest.approx([removed / 4 / right] * right)
-    assert WaitingLines(operations="copy,sort").credit([0, 1]) is None, "nothing is random"
+    parts = torch.tensor(task.diverse(task.codes(first, examples)))
+    assert parts[:7][copies[:7]].tolist() == [0] * int(copies[:7].sum())
+    assert parts[7:][copies[7:]].tolist() == [1] * int(copies[7:].sum())
+    assert parts[~copies].tolist() == [1 / 4] * int((~copies).sum()), "one place of four, however often"
+    assert WaitingLines(operations="copy,sort").diverse([0, 1]) is None, "nothing is random"
+    assert WaitingLines(operations="remove-random").diverse([60_400, 60_400]) == [0, 0], "none is right"
 
 
 def test_what_a_whole_evaluation_comes_to():

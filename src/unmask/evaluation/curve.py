@@ -26,7 +26,7 @@ from unmask.decoding.policies import (
     trained_steps,
 )
 from unmask.evaluation.compare import NEAR, crossed_difference, rivals
-from unmask.evaluation.records import Outcome, Record, grouped, wilson_interval
+from unmask.evaluation.records import Outcome, Record, grouped
 from unmask.files import write_text
 from unmask.jsonl import read_sealed, sealed
 
@@ -241,8 +241,8 @@ class Curve:
     corners chosen on the problems with even numbers are read on those with odd numbers and the other way round, which
     favours neither.
 
-    A rule can be valid and always write the same, so where the task has credits they are compared too (`diverse`),
-    those of every setting by itself.
+    A rule can be valid and always write the same, so where the task scores what is valid and diverse, that is compared
+    too (`diverse`).  A mixture of two settings is more diverse than the mean of both that C(m) has, on either side.
     """
 
     task: str
@@ -264,7 +264,7 @@ class Curve:
     revision: str
     diversity: str = ""  # the name of the figure that tells a rule of few different answers; "": nothing does
     measure: str = "valid"  # what the scores are means of
-    diverse: Curve | None = None  # the same with the credits of `Task.credit` as scores; null where one has none
+    diverse: Curve | None = None  # the same with the scores of `Task.diverse`; null where one is not known
     asked: list[str] = field(default_factory=list)  # the options --policy and --steps of the command that swept
 
     @property
@@ -303,7 +303,7 @@ def _with_rivals(orders: Sequence[Record], records: Sequence[Record]) -> Curve |
     return _curve(sides, list(by_seed), orders) if all(rules for _, rules in sides) else None
 
 
-# What the mean of the credits is, by the figure of `diversity`.
+# What the mean of `Task.diverse` is, by the figure of `diversity`; of others "valid and diverse".
 MEASURES = {"TV": "overlap", "valid x unique": "valid x unique", "unique": "valid x unique"}
 
 
@@ -312,21 +312,22 @@ def _curve(recorded: Recorded, seeds: Sequence[int | None], shown: Sequence[Reco
     records = [record for sides in recorded for own in sides for record in own]
     figure = max(diversity(record.outcome)[0] for record in records)
     found = replace(_comparison(recorded, seeds, shown), diversity=figure)
-    if any(record.verdicts is None or record.verdicts.credit is None for record in records):
+    if any(record.verdicts is None or record.verdicts.diverse is None for record in records):
         return found
-    credited = [([_credited(r) for r in orders], [_credited(r) for r in rules]) for orders, rules in recorded]
-    return replace(found, diverse=replace(_comparison(credited, seeds, shown), measure=MEASURES[figure]))
+    measured = [([_diverse(r) for r in orders], [_diverse(r) for r in rules]) for orders, rules in recorded]
+    measure = MEASURES.get(figure, "valid and diverse")
+    return replace(found, diverse=replace(_comparison(measured, seeds, shown), measure=measure))
 
 
-def _credited(record: Record) -> Record:
-    """With the credits in the place of the verdicts."""
+def _diverse(record: Record) -> Record:
+    """With `Task.diverse` in the place of the verdicts."""
     verdicts = record.verdicts
     assert verdicts is not None
-    assert verdicts.credit is not None
-    low, high = wilson_interval(verdicts.credit.sum(), len(verdicts.credit))  # wide: credits vary less than verdicts
-    score = float(verdicts.credit.mean())
-    outcome = replace(record.outcome, score=score, ci_low=round(low, 6), ci_high=round(high, 6))
-    return replace(record, outcome=outcome, verdicts=verdicts._replace(valid=verdicts.credit))
+    assert verdicts.diverse is not None
+    score, error = verdicts.diverse.mean(), 1.959964 * verdicts.diverse.std() / len(verdicts.diverse) ** 0.5
+    score, low, high = (_rounded(value) for value in (score, max(0.0, score - error), min(1.0, score + error)))
+    outcome = replace(record.outcome, score=score, ci_low=low, ci_high=high)
+    return replace(record, outcome=outcome, verdicts=verdicts._replace(valid=verdicts.diverse))
 
 
 def _comparison(recorded: Recorded, seeds: Sequence[int | None], shown: Sequence[Record]) -> Curve:

@@ -153,9 +153,11 @@ def evaluate_policy(
         chunk = joined([found for found in processes.gather(part) if found is not None])
         if len(mine) < len(ids):
             advance(len(ids) - len(mine))  # what the others did
-        chunks.append(chunk if first + CHUNK < examples else replace(chunk, credit=_credit([*chunks, chunk], task)))
+        if first + CHUNK >= examples:
+            chunk = replace(chunk, diverse=_diverse([*chunks, chunk], task))
+        chunks.append(chunk)
         if verdicts is not None:
-            verdicts.append(chunks[-1])
+            verdicts.append(chunk)
     return Record(spec, _outcome(spec, chunks, task, policy.remasks), verdicts_in(chunks))
 
 
@@ -277,11 +279,11 @@ def _marks(valid: Tensor) -> str:
     return "".join("1" if right else "0" for right in valid.tolist())
 
 
-def _credit(chunks: list[Chunk], task: Task) -> list[float] | None:
+def _diverse(chunks: list[Chunk], task: Task) -> list[float] | None:
     """Of a whole evaluation."""
     answers = [answer for chunk in chunks for answer in chunk.answers or []]
-    found = task.credit(answers) if answers and not task.unconditional else None
-    return None if found is None else [round(credit, 9) for credit in found]
+    found = task.diverse(answers) if answers and not task.unconditional else None
+    return None if found is None else [round(part, 9) for part in found]
 
 
 def _outcome(spec: EvaluationSpec, chunks: list[Chunk], task: Task, remasks: bool) -> Outcome:

@@ -176,7 +176,7 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return found
 
 
-def wilson_interval(successes: float, trials: int, z: float = 1.959964) -> tuple[float, float]:
+def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
     """The 95% score interval of a proportion (Wilson 1927), which has a width also at 0 and 1.
 
     (p + z^2 / 2n  +-  z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)  with  p = successes / n

@@ -34,7 +34,7 @@ class Chunk:
     num_positions: int  # of the responses
     seconds: float
     revision: str
-    credit: list[float] | None = None  # of all examples of the evaluation, on its last line: `Task.credit`
+    diverse: list[float] | None = None  # of all examples of the evaluation, on its last line: `Task.diverse`
 
 
 def joined(parts: list[Chunk]) -> Chunk:
@@ -56,10 +56,10 @@ def joined(parts: list[Chunk]) -> Chunk:
 class Verdicts(NamedTuple):
     """What came of each example; E examples."""
 
-    valid: np.ndarray  # [E] bool; what a curve sums up instead: the credit
+    valid: np.ndarray  # [E] bool
     steps: np.ndarray  # [E]
     reveal_step: list[list[int]]  # of the first few: when each position was revealed, -1 for the prompt
-    credit: np.ndarray | None = None  # [E] `Task.credit`; None: nothing is known of it, or this is not all examples
+    diverse: np.ndarray | None = None  # [E] `Task.diverse`; None: it has none, or these are not all examples
 
 
 def verdicts_in(chunks: list[Chunk]) -> Verdicts:
@@ -67,7 +67,7 @@ def verdicts_in(chunks: list[Chunk]) -> Verdicts:
         np.array([mark == "1" for chunk in chunks for mark in chunk.valid], dtype=bool),
         np.array([count for chunk in chunks for count in chunk.steps], dtype=np.int64),
         [row for chunk in chunks for row in chunk.reveal_step],
-        None if chunks[-1].credit is None else np.array(chunks[-1].credit),
+        None if chunks[-1].diverse is None else np.array(chunks[-1].diverse),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
@@ -420,6 +419,7 @@ MEASURE = {
     "valid x unique": "valid x unique: valid and different samples, as a fraction of all; copies count once together. ",
     "overlap": "overlap: 1 less the total variation between random choices and uniform ones, with wrong answers as one "
     "more outcome; of choices that are too frequent only as many count. ",
+    "valid and diverse": "valid and diverse: as the task scores it. ",
 }
 
 
@@ -508,18 +508,17 @@ def _interval(low: float | None, high: float | None) -> str:
 
 
 def needed_table(compared: Sequence[Curve], share: float = 0.95) -> ResultTable:
-    """Mean steps that the best rule and the order need for a share of the score of fixed counts at the most steps."""
+    """Mean steps that the best rule and the order need for a share of the highest score with the most steps."""
     settings = ("temperature", "eos_policy", "precision", "num_examples")
     told_apart = [name for name in settings if len({getattr(curve, name) for curve in compared}) > 1]
     rows = []
     for curve in (compared_by.by_measure[-1] for compared_by in compared):
         rules = _rules(curve)
         largest = max(point.cap for point in rules)
-        ranked = [p for p in rules if {"top-prob", "margin"} & {*re.split("[(,)]", p.family)}]  # in blocks or not
-        counted = [p.score for p in ranked if p.cap == largest]
-        if not any(counted):
+        best = max(point.score for point in rules if point.cap == largest)
+        if not best:
             continue
-        target = share * max(counted)
+        target = share * best
         orders = [frontier(p for p in curve.points if p.family == "learned" and p.seed == s) for s in curve.seeds]
         learned = [steps_for(hull, target) for hull in orders]
         reached = [steps for steps in learned if steps is not None]
@@ -529,12 +528,12 @@ def needed_table(compared: Sequence[Curve], share: float = 0.95) -> ResultTable:
         names = [curve.task, curve.model, *(["joint"] if curve.joint else [])]
         names += [curve.measure] if curve.measure != "valid" else []
         names += [f"{LABELS[name]} {getattr(curve, name)}" for name in told_apart]
-        cells = [_score(max(counted)), "not reached" if rule is None else f"{rule:.2f}"]
+        cells = [_score(best), "not reached" if rule is None else f"{rule:.2f}"]
         rows.append([", ".join(names), f"{largest}", *cells, f"{told} ({each})" if learned else "–"])
     headings = ["task", "most steps", "score", "best rule", "learned"]
     legend = (
-        f"Mean steps for {share:.0%} of the score that the better of top-prob and margin has with the most steps, "
-        "which is one token per step where no answer is longer; of the order the mean over seeds, and each."
+        f"Mean steps for {share:.0%} of the highest score of a rule that may take the most steps, which is one token "
+        "per step where no answer is longer; of the order the mean over seeds, and each."
     )
     return ResultTable("steps needed", legend, headings, rows)
 

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from rich.console import Console
 
 from unmask.display import in_markup
@@ -47,7 +48,7 @@ class _Running:
             # In a process group of its own: Ctrl-C goes to all of a terminal's group, and would end it unsaved.
             self.process = subprocess.Popen(
                 job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log and subprocess.STDOUT, process_group=0,
-                env={"OMP_NUM_THREADS": f"{max(1, (os.cpu_count() or 1) // at_once)}"} | os.environ,
+                env={"OMP_NUM_THREADS": f"{max(1, torch.get_num_threads() // at_once)}"} | os.environ,
             )  # fmt: skip
 
     @property

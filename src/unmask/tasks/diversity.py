@@ -80,12 +80,13 @@ def total_variation(share: Tensor) -> float:
     return round(float((share.mean(0) - 1 / share.shape[1]).abs().sum()) / 2, 6)
 
 
-def overlap_credit(share: Tensor, draws: int) -> Tensor:
-    """[E]: (1/bins) / h_b for an answer in a bin that is too full, else 1.  Their sum over the draws is the overlap
+def overlap_parts(share: Tensor) -> Tensor:
+    """v [E], whose mean is the overlap with a uniform choice; share [E, bins] has rows of sum 1, of wrong answers 0.
 
-        1 - TV = sum_b min(h_b, 1/bins)      h_b = sum_e share_eb / draws
+        1 - TV = sum_b min(h_b, 1/bins)      h_b = mean_e share_eb; a wrong answer is one more outcome
+        v_e    = sum_{b: h_b < 1/bins} share_eb + sum_{b: h_b >= 1/bins} 1/bins
 
-    with a uniform choice, where share [E, bins] has the right answers and a wrong one is one more outcome.
+    v_e - (1 - TV) is what one more draw like e changes, so the spread of v tells the sampling error of the overlap.
     """
-    worth = (draws / share.shape[1] / share.sum(0)).clamp(max=1)  # infinite before the clamp where a bin is empty
-    return share @ worth
+    is_scarce = share.mean(0) < 1 / share.shape[1]
+    return share @ is_scarce.double() + (~is_scarce).double().mean()

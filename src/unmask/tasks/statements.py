@@ -120,7 +120,7 @@ class Statements(Task):
         unique = {"unique": len(set(valid)) / len(valid)} if valid else {}
         return unique | {"characters": sum(map(len, valid)) / len(codes)}
 
-    def credit(self, codes: list[str]) -> list[float]:
+    def diverse(self, codes: list[str]) -> list[float]:
         return one_of_each(codes)
 
     @cached_property

@@ -129,9 +129,9 @@ class Task(ABC):
         """Figures of a whole evaluation that are no means over examples; they stand beside the metrics."""
         return {}
 
-    def credit(self, codes: list[Any]) -> list[float] | None:
-        """In [0, 1], what each answer counts if equal ones count no more together than the truth has of them, and wrong
-        ones nothing; None: nothing is known of it."""
+    def diverse(self, codes: list[Any]) -> list[float] | None:
+        """A number for each answer; their mean is the score of what is valid and diverse, and their spread tells its
+        sampling error.  None: there is no such score."""
         return None
 
     def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor | None:

@@ -151,7 +151,7 @@ class Molecules(Task):
                 figures["FCD of true ones"] = frechet_distance(as_many, self._reference)
         return {name: round(figure, 6) for name, figure in figures.items()}
 
-    def credit(self, codes: Sequence[str]) -> list[float]:
+    def diverse(self, codes: Sequence[str]) -> list[float]:
         return one_of_each(canonical(codes))
 
     def _was_trained_on(self, texts: Sequence[str]) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unmask.errors import did_you_mean, require
-from unmask.tasks.diversity import binned, overlap_credit, total_variation
+from unmask.tasks.diversity import binned, overlap_parts, total_variation
 from unmask.tasks.puzzles.puzzle import Puzzle, unpadded
 from unmask.tasks.task import Examples, check_choice, check_range, prompt_kept
 
@@ -223,13 +223,17 @@ class WaitingLines(Puzzle):
                 figures[f"TV{which}"] = total_variation(share)
         return figures
 
-    def credit(self, codes: list[int]) -> list[float] | None:
+    def diverse(self, codes: list[int]) -> list[float] | None:
         if not any(map(_is_random, self._chosen)):
             return None
-        credit = torch.zeros(len(codes), dtype=torch.float64)
+        parts = torch.zeros(len(codes), dtype=torch.float64)
         for _, asked, right, share in self._by_operation(codes):
-            credit[right] = 1.0 if share is None else overlap_credit(share, int(asked.sum()))
-        return credit.tolist()
+            parts[right] = 1.0
+            if share is not None:
+                of_all = share.new_zeros(len(codes), share.shape[1])
+                of_all[right] = share
+                parts[asked] = overlap_parts(of_all[asked])
+        return parts.tolist()
 
     def _by_operation(self, codes: list[int]) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None]]:
         """The codes of which the operation was asked [E], which of them are right [E], and of those the bins of random
