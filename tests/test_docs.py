@@ -191,12 +191,6 @@ def test_the_gains_of_the_readme_are_those_of_the_curves():
     Of what is valid and diverse, where the curve has that.
     """
     shown = {
-        ("the same, trained denoiser, overlap (2); the order learned on the exact one", "4.0"): (
-            "where-order-matters",
-            "5m by exact posterior",
-            "remove-random-16",
-        ),
-        ("ten operations on lists, overlap (2)", "1.3 to 4.7"): ("where-order-matters", "5m", "test"),
         ("molecules, valid and different, by reward", "8"): (
             "where-order-matters",
             "26m by reward, drawn tokens",
