@@ -242,7 +242,8 @@ class Curve:
     favours neither.
 
     A rule can be valid and always write the same, so where the task scores what is valid and diverse, that is compared
-    too (`diverse`).  A mixture of two settings is more diverse than the mean of both that C(m) has, on either side.
+    too (`diverse`); what an answer counts there depends on all others, also those of the other half.  A mixture of two
+    settings is more diverse than the mean of both that C(m) has, on either side.
     """
 
     task: str
