@@ -191,12 +191,17 @@ def test_the_gains_of_the_readme_are_those_of_the_curves():
     Of what is valid and diverse, where the curve has that.
     """
     shown = {
+        ("one of 16 names removed, exact denoiser, overlap (1)", "4"): ("exact", "exact", "test"),
         ("molecules, valid and different, by reward", "8"): (
             "where-order-matters",
             "26m by reward, drawn tokens",
             "test",
         ),
-        ("Python statements", "8"): ("where-order-matters", "11m", "test"),
+        ("Python statements, short, valid and different, small denoiser", "2 to 8"): (
+            "statements-drawn",
+            "denoiser",
+            "test",
+        ),
         ("Sudoku", "2 to 5.1"): ("where-order-matters", "6m by reward, drawn digits", "test"),
         ("Sudoku, hard", "3.9 to 10"): ("where-order-matters", "6m by reward, drawn digits", "hard"),
         ("GSM8K, new numbers, 30M", "3.0"): ("gsm8k-30m-self", "30m by reward", "new-numbers"),
