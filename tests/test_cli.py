@@ -772,7 +772,7 @@ def test_the_exact_denoiser_of_a_run_has_its_own_records(chain, ok, refused, tmp
     spec, outcome = record.spec, record.outcome
     assert (spec.model, spec.denoiser[:6], spec.learned) == ("exact", "exact-", False)
     assert outcome.score == 1, "one token per step makes no mistake"
-    assert outcome.diverse
+    assert outcome.is_varied
     assert {name: text for name, text in contents(run).items() if not name.startswith("exact/")} == before
 
     for command in (["--exact-denoiser"], []):  # the folder itself is evaluated and reported as a run is

@@ -74,5 +74,5 @@ def flat_lines(path):
 
 def flat(record):
     """Spec, outcome and the pictured reveal steps of a record side by side."""
-    own = {"diverse": record.outcome.diverse, "reveal_step": record.verdicts.reveal_step}
+    own = {"diverse": record.outcome.is_varied, "reveal_step": record.verdicts.reveal_step}
     return SimpleNamespace(**dataclasses.asdict(record.spec), **dataclasses.asdict(record.outcome), **own)

@@ -353,7 +353,7 @@ def test_scores_alone_have_no_interval():
     assert (curve.mean.low, curve.highest.high) == (None, None)
     (curve,) = compared_curves([*ORDERS, *RULES[:1], without_verdicts(RULES[1])])
     assert (curve.mean.low, curve.mean.held_out) == (None, [])
-    assert "points on average. Diversity" in curve_verdict(curve)
+    assert "points on average (no interval). Diversity" in curve_verdict(curve)
 
 
 def test_an_order_with_one_point_is_compared_there():

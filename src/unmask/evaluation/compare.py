@@ -290,7 +290,7 @@ def why_not_won(records: Sequence[Record]) -> list[str]:
             if rival.ci_high >= own.ci_low:
                 reached = f"{policy} is valid in [{rival.ci_low:.3f}, {rival.ci_high:.3f}] at {budget} steps"
                 reasons.append(f"{reached}, learned in [{own.ci_low:.3f}, {own.ci_high:.3f}]")
-        if not own.diverse:
+        if not own.is_varied:
             reasons.append(
                 f"{own.distinct} distinct valid samples, outside the true distribution's 99% range "
                 f"[{own.distinct_low}, {own.distinct_high}]"

@@ -315,19 +315,19 @@ def _curve(recorded: Recorded, seeds: Sequence[int | None], shown: Sequence[Reco
     found = replace(_comparison(recorded, seeds, shown), diversity=figure)
     if any(record.verdicts is None or record.verdicts.diverse is None for record in records):
         return found
-    measured = [([_diverse(r) for r in orders], [_diverse(r) for r in rules]) for orders, rules in recorded]
+    measured = [([_by_diversity(r) for r in orders], [_by_diversity(r) for r in rules]) for orders, rules in recorded]
     measure = MEASURES.get(figure, "valid and diverse")
     return replace(found, diverse=replace(_comparison(measured, seeds, shown), measure=measure))
 
 
-def _diverse(record: Record) -> Record:
+def _by_diversity(record: Record) -> Record:
     """With `Task.diverse` in the place of the verdicts."""
     verdicts = record.verdicts
     assert verdicts is not None
     assert verdicts.diverse is not None
-    score, error = verdicts.diverse.mean(), 1.959964 * verdicts.diverse.std() / len(verdicts.diverse) ** 0.5
-    score, low, high = (_rounded(value) for value in (score, max(0.0, score - error), min(1.0, score + error)))
-    outcome = replace(record.outcome, score=score, ci_low=low, ci_high=high)
+    score, width = verdicts.diverse.mean(), 1.959964 * verdicts.diverse.std() / len(verdicts.diverse) ** 0.5
+    low, high = _rounded(max(0.0, score - width)), _rounded(min(1.0, score + width))
+    outcome = replace(record.outcome, score=_rounded(score), ci_low=low, ci_high=high)
     return replace(record, outcome=outcome, verdicts=verdicts._replace(valid=verdicts.diverse))
 
 

@@ -104,7 +104,7 @@ class Outcome:
     checked: bool = True  # False: nothing checks the answers, and `score` is how many equal the example
 
     @property
-    def diverse(self) -> bool:
+    def is_varied(self) -> bool:
         """Whether the valid answers are as varied as true ones."""
         if self.distinct is None or self.distinct_low is None or self.distinct_high is None:
             return True

@@ -66,7 +66,7 @@ def columns(record: Record, among: Sequence[Record]) -> dict[str, str]:
     """What a table of the records `among` says of one of them, by heading; nothing that does not apply to it."""
     outcome = record.outcome
     distinct = {
-        "distinct": f"{outcome.distinct}" + ("" if outcome.diverse else " (!)"),
+        "distinct": f"{outcome.distinct}" + ("" if outcome.is_varied else " (!)"),
         "true 99%": f"{outcome.distinct_low}–{outcome.distinct_high}",
     }
     valid = {"valid": f"{outcome.score:.3f}", "95%": f"{outcome.ci_low:.3f}–{outcome.ci_high:.3f}"}
@@ -447,7 +447,7 @@ def _verdict(curve: Curve) -> str:
     chance = low is not None and high is not None and low <= 0 <= high
     held_out = f", held out {_points(mean.held_out[0])} {_interval(*mean.held_out[1:])}" if mean.held_out else ""
     average = " on average" if curve.mean and not parts else ""
-    amount = f"by {_points(gain)} points{average} {_interval(mean.low, mean.high)}".rstrip()
+    amount = f"by {_points(gain)} points{average} {_interval(mean.low, mean.high) or '(no interval)'}"
     highest = f" The highest scores are {_score(best.learned or 0)}% in {best.learned_steps:.2f} steps and {rule}."
     unsure = ", which may be chance" if chance else ""
     figures = (mean.learned_diversity, mean.rule_diversity)
@@ -532,8 +532,8 @@ def needed_table(compared: Sequence[Curve], share: float = 0.95) -> ResultTable:
         rows.append([", ".join(names), f"{largest}", *cells, f"{told} ({each})" if learned else "–"])
     headings = ["task", "most steps", "score", "best rule", "learned"]
     legend = (
-        f"Mean steps for {share:.0%} of the highest score of a rule that may take the most steps, which is one token "
-        "per step where no answer is longer; of the order the mean over seeds, and each."
+        f"Mean steps for {share:.0%} of the highest score of a rule that may take the most steps; of the order the "
+        "mean over seeds, and each."
     )
     return ResultTable("steps needed", legend, headings, rows)
 

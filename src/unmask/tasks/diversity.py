@@ -57,7 +57,7 @@ def distinct(texts: Sequence[Sequence[Hashable]], n: int) -> float:
 
 
 def one_of_each(answers: Sequence[str]) -> list[float]:
-    """Equal answers share a credit of 1, "" has none: the mean is the part of valid and different ones."""
+    """Equal answers count 1 together, "" nothing: the mean is the part of valid and different ones."""
     copies = Counter(answers)
     return [1 / copies[answer] if answer else 0.0 for answer in answers]
 
@@ -86,7 +86,8 @@ def overlap_parts(share: Tensor) -> Tensor:
         1 - TV = sum_b min(h_b, 1/bins)      h_b = mean_e share_eb; a wrong answer is one more outcome
         v_e    = sum_{b: h_b < 1/bins} share_eb + sum_{b: h_b >= 1/bins} 1/bins
 
-    v_e - (1 - TV) is what one more draw like e changes, so the spread of v tells the sampling error of the overlap.
+    v_e - (1 - TV) is what one more draw like e changes, so the spread of v tells the sampling error of the overlap;
+    where most h_b are near 1/bins it is too wide.
     """
     is_scarce = share.mean(0) < 1 / share.shape[1]
     return share @ is_scarce.double() + (~is_scarce).double().mean()

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -117,8 +118,7 @@ class Statements(Task):
 
     def overall(self, codes: list[str]) -> dict[str, float]:
         valid = [text for text in codes if text]
-        unique = {"unique": len(set(valid)) / len(valid)} if valid else {}
-        return unique | {"characters": sum(map(len, valid)) / len(codes)}
+        return {"unique": len(set(valid)) / len(valid), "characters": fmean(map(len, valid))} if valid else {}
 
     def diverse(self, codes: list[str]) -> list[float]:
         return one_of_each(codes)

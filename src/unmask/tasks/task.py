@@ -130,8 +130,8 @@ class Task(ABC):
         return {}
 
     def diverse(self, codes: list[Any]) -> list[float] | None:
-        """A number for each answer; their mean is the score of what is valid and diverse, and their spread tells its
-        sampling error.  None: there is no such score."""
+        """A number for each answer; their mean is the score of what is valid and diverse, and their spread tells about
+        its sampling error.  None: there is no such score."""
         return None
 
     def log_likelihood(self, tokens: Tensor, examples: Examples) -> Tensor | None:

@@ -228,8 +228,9 @@ class WaitingLines(Puzzle):
             return None
         parts = torch.zeros(len(codes), dtype=torch.float64)
         for _, asked, right, share in self._by_operation(codes):
-            parts[right] = 1.0
-            if share is not None:
+            if share is None:
+                parts[right] = 1.0
+            else:
                 of_all = share.new_zeros(len(codes), share.shape[1])
                 of_all[right] = share
                 parts[asked] = overlap_parts(of_all[asked])
