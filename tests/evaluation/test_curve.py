@@ -486,7 +486,7 @@ def test_the_command_draws_a_curve_and_repeats_nothing(trained, ok, tmp_path):
     curve = read_curve(run / "curve.json")
     records = read_run(run)
     assert {point.key for point in curve.points} == {record.key for record in records}
-    assert len(records) == 8 + 8 + 4 + (5 + 8) * 2 + 5, "eight of the thresholds where tokens are sampled"
+    assert len(records) == 8 + 8 + 4 + (5 + 9) * 2 + 5, "nine of the thresholds where tokens are sampled"
     assert curve.asked == ["--policy=learned", "--policy=threshold", "--steps=2", "--steps=4"]
     assert compared_curves(records) == [dataclasses.replace(curve, asked=[])], "from the records alone"
     assert (run / "curve.svg").read_text().startswith("<svg")

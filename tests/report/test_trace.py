@@ -24,9 +24,10 @@ from unmask.decoding.tokens import TokenChoice
 from unmask.errors import UserError
 from unmask.evaluation.records import read_run
 from unmask.report.orders import orders_of
-from unmask.report.trace import END, MASK, PROMPT, Span, animation, picture, print_legend, spans, write
+from unmask.report.trace import END, MASK, PROMPT, Span, animation, picture, print_legend, spans, wrapped, write
 from unmask.tasks.gsm8k.gsm8k import GSM8K
 from unmask.tasks.puzzles.groups import Groups
+from unmask.tasks.sudoku.sudoku import Sudoku
 from unmask.tasks.text.text import Text
 
 ANSWER = "<<40-4=36>> #### 36"
@@ -109,6 +110,9 @@ def test_how_tokens_are_shown(task):
     assert spans(task, [0] * 9, [1, 3, *([2] * 7)]) == [Span("░×9", 3, is_end=True)]
     puzzle = Groups(groups=2, group_size=2, symbols=3)
     assert text(spans(puzzle, [0, 3, 2, 1], [0, PROMPT, 1, 1])) == "a · c b"
+    rows = ["1 ·  3 4", "3 4  1 2", "2 1  4 3", "4 3  2 1"]
+    grid = spans(Sudoku(box=2), [0, 4, 2, 3, 2, 3, 0, 1, 1, 0, 3, 2, 3, 2, 1, 0], [0] * 16)
+    assert [text(line) for line in wrapped(grid, 40)] == rows
 
 
 def test_the_picture(task):

@@ -249,7 +249,8 @@ def pieces(task: Task, tokens: Sequence[int]) -> Iterator[tuple[str | None, int]
 
 def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
     """Tokens as they read.  Those of a text follow one another without spaces, and the EOS tokens that fill a response
-    are one mark with their number.  Tokens that are parts of one letter are one span, of the last of their steps."""
+    are one mark with their number.  Tokens that are parts of one letter are one span, of the last of their steps.
+    Those of a grid stand in its rows."""
     is_text, found, i = task.text_tokenizer is not None, list[Span](), 0
     for text, size in pieces(task, tokens):
         if text is None:
@@ -259,12 +260,20 @@ def spans(task: Task, tokens: Sequence[int], when: Sequence[int]) -> list[Span]:
             found.append(Span(text.replace("\n", "↵"), max(when[i : i + size]), is_end))
         i += size
     if not is_text:
-        return [span for item in found for span in (item, Span(" ", PROMPT))][:-1]
+        gaps = [Span(_gap(*task.grid, i), PROMPT) for i in range(1, len(found) + 1)]
+        return [span for pair in zip(found, gaps, strict=True) for span in pair][:-1]
     *groups, last = [list(group) for _, group in groupby(found, lambda span: span.is_end)]
     if last[0].is_end and len(last) > 3:
         latest = max(span.step or 0 for span in last)
         last = [Span(f"{END}×{len(last)}", latest, is_end=True)]
     return [span for group in (*groups, last) for span in group]
+
+
+def _gap(columns: int, box: int, i: int) -> str:
+    """What stands before token i of a grid; of a line where `columns` is 0."""
+    if columns and i % columns == 0:
+        return "\n"
+    return "  " if box and i % box == 0 else " "
 
 
 def _letter_size(task: Task, tokens: Sequence[int]) -> int:
@@ -293,12 +302,13 @@ def outcome(writing: Writing) -> str:
 
 
 def wrapped(frame: Sequence[Span], room: int) -> list[list[Span]]:
-    """Lines of at most `room` characters, broken between tokens."""
+    """Lines of at most `room` characters, broken between tokens and at newlines."""
     lines: list[list[Span]] = [[]]
     for span in frame:
-        if sum(len(other.text) for other in lines[-1]) + len(span.text) > room and lines[-1]:
+        if span.text == "\n" or (lines[-1] and sum(len(other.text) for other in lines[-1]) + len(span.text) > room):
             lines.append([])
-        lines[-1].append(span)
+        if span.text != "\n":
+            lines[-1].append(span)
     return lines
 
 
