@@ -44,7 +44,7 @@ AT_EVERY_CAP = (
 WHERE_SAMPLED = (
     *("stochastic(top-prob,0.5)", "stochastic(entropy,1)", "random", "dus", "pc-sampler(0.25,10)"),
     # These look at the drawn tokens: often valid, with few different samples.  The first ranks as LLaDA does.  The best
-    # threshold depends on the task: 0.3 to 0.5 on statements, 0.95 to 0.995 on Sudoku.
+    # threshold depends on the task: 0.3 to 0.5 on statements in few steps, 0.95 to 0.995 on Sudoku.
     *("top-prob(confidence=sampled)", "joint-threshold(0.7,0.5)", "p2"),
     *(f"threshold({c},confidence=sampled,paced)" for c in (0.3, 0.4, 0.5, 0.7, 0.9, 0.95, 0.98, 0.99, 0.995)),
 )

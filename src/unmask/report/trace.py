@@ -386,7 +386,7 @@ def check_picture(path: Path) -> None:
 
 
 def picture(writings: Sequence[Writing]) -> str:
-    """The SVG of what was written: one line per step of each rule, every token in the colour of its step."""
+    """The SVG of what was written: every step of each rule, every token in the colour of its step."""
     rows: list[list[tuple[str, str]]] = []  # each of (text, style)
     most = max(writing.budget for writing in writings)
     marked = sorted({round(i * (most - 1) / 11) for i in range(12)})  # as many as fit beside the rest

@@ -268,7 +268,7 @@ class Request:
             tokens = [blank if masked else token for token, masked in zip(state.tokens, state.masked, strict=True)]
             when = state.reveal_step
         found = spans(task, [tokens[n] for n in at], [when[n] for n in at])
-        return [(span.text, span.step) for span in (found if task.text_tokenizer else found[::2])]  # no spaces between
+        return [(span.text, span.step) for span in (found if task.text_tokenizer else found[::2])]  # no gaps between
 
     def text(self, state: State, until_mask: bool = False) -> str:
         """What is written, up to `max_tokens`; or the beginning of it that nothing will change any more."""
