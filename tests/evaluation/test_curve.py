@@ -415,12 +415,14 @@ def test_the_default_sweep():
     assert (len(prices), prices[0], prices[-1]) == (8, 0.0123456, 2.0)
     assert np.diff(np.log(prices)) == pytest.approx(np.log(2 / 0.0123456) / 7, rel=0.01)
     assert all(rule.deterministic for rule, _ in learned)
-    drawn = planned(selector, [], [], 72, True, lambda: torch.full((3,), 0.3)) - planned(selector, [], [], 72)
+    frequencies, denoiser = (lambda: torch.full((3,), 0.3)), SimpleNamespace(hidden_with=None)
+    drawn = planned(selector, [], [], 72, True, frequencies, denoiser) - planned(selector, [], [], 72)
     positions = {(rule, cap) for rule in WHERE_SAMPLED for cap in (*CAPS, 72)}
     assert drawn - positions == {(f"learned(price={price:g})", 10) for price in prices}, "where tokens are sampled"
     assert positions <= drawn
-    unknown = planned(selector, [], [], 72, True)
+    unknown = planned(selector, [], [], 72, True, None, denoiser)
     assert {rule for rule, _ in drawn - unknown} == {"pc-sampler(0.25,10)"}, "it reads the frequencies of tokens"
+    assert {rule for rule, _ in unknown - planned(selector, [], [], 72, True)} == {"wino(0.6,0.9)", "wino(0.3,0.6)"}
     for name in ("threshold", "paced threshold", "factor", "eb", "klass", "top-prob", "margin"):
         assert {2, 3, 4, 5, 6, 8, 16, 32, 72} <= {cap for rule, cap in plan if family(rule.name) == name}
     assert ("top-prob", 1) in planned(selector, [], [], 72)
@@ -445,7 +447,7 @@ def test_a_sweep_can_be_restricted():
 
 def test_a_sweep_inside_the_blocks_of_the_denoiser():
     """Three blocks of 24: at least three steps, T = 4 in each, and caps over the whole response."""
-    denoiser = SimpleNamespace(block_size=24)
+    denoiser = SimpleNamespace(block_size=24, hidden_with=None)
     selector = SimpleNamespace(budget=4, prices=(0.1, 1.0), block_size=24)
     plan = planned(selector, [], [], 72, False, None, denoiser)
     assert {cap for rule, cap in plan if rule == "blocks(24,margin)"} == {6, 9, 12, 15, 18, 24, 48, 72}

@@ -43,9 +43,11 @@ AT_EVERY_CAP = (
 # At every cap, where tokens are drawn at random.
 WHERE_SAMPLED = (
     *("stochastic(top-prob,0.5)", "stochastic(entropy,1)", "random", "dus", "pc-sampler(0.25,10)"),
+    *("entropy", "left-to-right", "credit(0.9,0.7,0.8,0.2)", "prophet(0,0)", "wino(0.6,0.9)", "wino(0.3,0.6)"),
+    *("remdm-cap:0.1", "remdm-rescale:0.2", "remdm-conf"),
     # These look at the drawn tokens: often valid, with few different samples.  The first ranks as LLaDA does.  The best
     # threshold depends on the task: 0.3 to 0.5 on statements in few steps, 0.95 to 0.995 on Sudoku.
-    *("top-prob(confidence=sampled)", "joint-threshold(0.7,0.5)", "p2"),
+    *("top-prob(confidence=sampled)", "joint-threshold(0.7,0.5)", "p2", "rdm(linear,uncond)", "saber(2,8)"),
     *(f"threshold({c},confidence=sampled,paced)" for c in (0.3, 0.4, 0.5, 0.7, 0.9, 0.95, 0.98, 0.99, 0.995)),
 )
 AT_THE_LARGEST = (
@@ -67,7 +69,8 @@ def sweep(
     """The rules and caps to evaluate.  `policies`: families (threshold, learned) or rules (threshold:0.97); none: all.
 
     sampled: where tokens are, so is the order, and rules draw positions too.  background: that of `parse_policy`; None:
-    the frequencies of tokens are not known, and the rule that reads them is left out.
+    the frequencies of tokens are not known, and the rule that reads them is left out; so are those that the denoiser
+    cannot serve.
     Caps end at the length of the longest response: only rules that re-mask could take more steps.
     denoiser: on a block-causal one, families run inside its blocks, and CAPS are those of each block.  `caps` and what
     is returned count the steps of the whole response, as everywhere.
@@ -78,8 +81,12 @@ def sweep(
     limits = sorted({min(cap, max(2, longest)) for cap in caps or usual})
     plan: list[tuple[Policy, int]] = []
     at_every_cap: tuple[str, ...] = (*AT_EVERY_CAP, *WHERE_SAMPLED) if sampled else AT_EVERY_CAP
-    if background is None:
-        at_every_cap = tuple(rule for rule in at_every_cap if _key(rule) != "pc-sampler")
+    missing = {
+        *(["pc-sampler"] if background is None else []),
+        *([] if hasattr(denoiser, "hidden_with") else ["wino"]),
+        *(["wino", "prophet"] if size else []),  # they decide about the whole response
+    }
+    at_every_cap = tuple(rule for rule in at_every_cap if _key(rule) not in missing)
     for given in policies or [*(["learned"] if selector is not None else []), *dict.fromkeys(map(_key, at_every_cap))]:
         if given == "learned" and selector is not None:
             plan += _learned_sweep(selector, limits, longest, sampled)
