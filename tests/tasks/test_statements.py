@@ -166,7 +166,7 @@ def test_whole_statements_are_read_up_to_their_end(task):
     assert task.metrics(tokens, examples)["novel"].tolist() == [True, True, False, False, True, False, False]
     characters = (2 * len(good) + len(trained) + len(texts(task, "dev")[0])) / 4
     assert task.overall(task.codes(tokens, examples)) == {"unique": 3 / 4, "characters": characters}
-    assert task.overall(task.codes(tokens[2:3], examples)) == {}
+    assert task.overall(["", ""]) == {}
     assert task.diverse(["a = 1", "", "b", "a = 1"]) == [0.5, 0, 1, 0.5]
 
 
@@ -191,7 +191,8 @@ def test_a_span_is_read_in_its_statement(task):
     examples = replace(examples, tokens=truth, response=ended != truth, attention_mask=truth > 0)
     assert task.valid(truth, examples).all()
     assert not task.valid(ended, examples).any()
-    assert task.codes(truth, examples) is None
+    assert task.codes(truth, examples) == [" "]
+    assert task.codes(ended, examples) == [""]
 
 
 # ---- files
@@ -235,7 +236,7 @@ def test_from_training_to_a_sample(folder, tmp_path, form, ok):
     ok("train", "statements-small-self", "--out", run, "--cpu", *overrides)
     ok("evaluate", run, "--examples", "5", "--policy", "learned", "--policy", "eb:0.5", "--steps", "3", "--cpu")
     out = ok("sample", run, "--policy", "top-prob", "--num", "1", "--steps", "2")
-    assert ('"diverse": [' in Path(run, "verdicts.jsonl").read_text()) == (form == "whole")
+    assert '"diverse": [' in Path(run, "verdicts.jsonl").read_text()
     if form == "infill":  # the characters around the span are shown with it
         task = Statements(form=form, folder=str(folder), cache=str(tmp_path / "cache"), length=32)
         example = task.examples(torch.tensor([0]), "test")

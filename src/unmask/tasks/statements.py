@@ -50,8 +50,8 @@ class Statements(Task):
     no statements here: docstrings would be many.  What stands behind the first EOS is ignored.
 
     Beside validity, `novel` is the share of samples that are valid and not in the training split, `unique` the share of
-    the valid ones that differ from each other, and `characters`, of whole ones, the mean number of characters before
-    the first EOS, 0 of a sample that is not valid: to end early is an easy way to be valid.
+    the valid ones that differ from each other, of spans without what stands around them, and `characters` the mean
+    length of the valid ones: to end early is an easy way to be valid.
     """
 
     form: str = "whole"  # or infill
@@ -109,12 +109,10 @@ class Statements(Task):
         found = {"novel": self.valid(tokens, examples) & ~known}
         return found | ({"same": (tokens == examples.tokens).all(-1)} if self.form == "infill" else {})
 
-    def codes(self, tokens: Tensor, examples: Examples) -> list[str] | None:
-        """The statement, "" for what is none; spans have different prompts."""
-        if self.form == "infill":
-            return None
-        valid = self.valid(tokens, examples).tolist()
-        return [self.text(row) if is_valid else "" for row, is_valid in zip(tokens.tolist(), valid, strict=True)]
+    def codes(self, tokens: Tensor, examples: Examples) -> list[str]:
+        """The statement, or the span alone, "" for what is not valid."""
+        rows = zip(tokens, examples.response, self.valid(tokens, examples).tolist(), strict=True)
+        return [self.text(row[written].tolist()) if valid else "" for row, written, valid in rows]
 
     def overall(self, codes: list[str]) -> dict[str, float]:
         valid = [text for text in codes if text]
