@@ -197,9 +197,20 @@ def test_the_gains_of_the_readme_are_those_of_the_curves():
             "26m by reward, drawn tokens",
             "test",
         ),
-        ("Python statements, short, valid and different, small denoiser", "2 to 8"): (
-            "statements-drawn",
-            "denoiser",
+        ("the same, trained denoiser, overlap (1); the order learned on the exact one", "4"): (
+            "where-order-matters",
+            "5m by exact posterior",
+            "remove-random-16",
+        ),
+        ("lists of names, ten operations, overlap (1)", "1.3 to 4.7"): ("where-order-matters", "5m", "test"),
+        ("Python statements, valid and different, by reward (2)", "8"): (
+            "where-order-matters",
+            "11m by reward, drawn tokens",
+            "test",
+        ),
+        ("gaps in statements, valid and different, by reward", "1.7 to 4.6"): (
+            "where-order-matters",
+            "11m infilling by reward, drawn tokens",
             "test",
         ),
         ("Sudoku", "2 to 5.1"): ("where-order-matters", "6m by reward, drawn digits", "test"),
