@@ -785,6 +785,8 @@ def test_the_exact_denoiser_of_a_run_has_its_own_records(chain, ok, refused, tmp
     for options in ([], ["--curve"]):
         said = refused("evaluate", run, "--exact-denoiser", "--policy", "learned", *options)
         assert "learned was learned on a network, and does not run on the exact denoiser: leave it out" in said
+        said = refused("evaluate", run, "--exact-denoiser", "--policy", "wino", *options)
+        assert "wino(0.6,0.9) needs a network that takes attention masks and position ids: leave it out" in said
     ok("train", chain, "--out", run, "--force")
     assert not (run / "exact").exists(), "it goes with its run"
 

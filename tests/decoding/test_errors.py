@@ -225,7 +225,7 @@ def test_a_denoiser_without_shadows():
         wrong = changed(hidden_with=answer)
         refused("`hidden_with` must be [B, L, D] from tokens [B, L]", PROMPTS, "wino", 3, denoiser=wrong)
     shifted = Denoiser(DENOISER.backbone.config, 11, shift=True)
-    refused("a model with shift reads a token from the state before it", PROMPTS, "wino", 3, denoiser=shifted)
+    refused("hidden_with(tokens, attend, positions); Denoiser has none", PROMPTS, "wino", 3, denoiser=shifted)
     refused("65 tokens is longer than the model's context of 64", torch.full((1, 65), MASK), "wino", 3)
     assert not generate(DENOISER, torch.full((1, 64), MASK), "wino", 30).masked.any()  # shadows need no context
 

@@ -455,6 +455,7 @@ def test_a_sweep_inside_the_blocks_of_the_denoiser():
     assert {cap for rule, cap in plan if family(rule) == "learned"} == {6, 9, 12}
     assert all(rule.startswith(("blocks(24,", "learned(price=")) for rule, _ in plan)
     drawn = planned(selector, [], [], 72, True, None, denoiser)
+    assert not {"wino", "prophet"} & {name.split(",")[1].split("(")[0] for name, _ in drawn if "blocks" in name}
     for rule in ("p2", "joint-threshold(0.7,0.5)", "threshold(0.5,confidence=sampled,paced)"):
         assert {cap for name, cap in drawn if name == f"blocks(24,{rule})"} == {6, 9, 12, 15, 18, 24, 48, 72}
     assert planned(selector, ["eb"], [7], 72, False, None, denoiser) == {

@@ -17,6 +17,7 @@ from tests.models import test_adaptation, test_checkpoints  # noqa: E402
 from tests.models.test_masked import MASK, SEQUENCES, WORDS, build, change, tokenizer  # noqa: E402
 from tests.training.small import padded, randomised, same, weights  # noqa: E402
 from unmask.errors import UserError  # noqa: E402
+from unmask.evaluation.evaluate import HalfTrunk  # noqa: E402
 from unmask.evaluation.text_run import TextRun  # noqa: E402
 from unmask.models.backbone import BackboneConfig  # noqa: E402
 from unmask.models.frozen import FrozenDenoiser, weights_fingerprint  # noqa: E402
@@ -147,6 +148,9 @@ def test_it_has_shadows_where_its_network_has():
     torch.testing.assert_close(found, own.hidden(tokens))
     assert not found.requires_grad
     assert not hasattr(FrozenDenoiser(unmask.load_denoiser(build("modernbert"), mask_token_id=MASK)), "hidden_with")
+    shifted = FrozenDenoiser(Denoiser(BackboneConfig(width=8, layers=1, heads=2, intermediate=8), 5, shift=True))
+    for denoiser in (shifted, HalfTrunk(shifted)):
+        assert not hasattr(denoiser, "hidden_with"), "the state before a token has seen too much"
 
 
 def test_the_fingerprint_knows_names_shapes_and_every_weight():

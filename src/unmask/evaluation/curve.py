@@ -84,7 +84,7 @@ def sweep(
     missing = {
         *(["pc-sampler"] if background is None else []),
         *([] if hasattr(denoiser, "hidden_with") else ["wino"]),
-        *(["wino", "prophet"] if size else []),  # they decide about the whole response
+        *(["wino", "prophet"] if size else []),  # a block sees no shadows, and is not the whole response
     }
     at_every_cap = tuple(rule for rule in at_every_cap if _key(rule) not in missing)
     for given in policies or [*(["learned"] if selector is not None else []), *dict.fromkeys(map(_key, at_every_cap))]:

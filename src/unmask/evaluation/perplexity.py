@@ -84,6 +84,7 @@ def evaluate_run_perplexity(run: Path, records: Sequence[Record], reader: Reader
         chunks = verdicts.chunks(record.key, record.outcome.device, record.outcome.compile)
         if answers := [answer for chunk in chunks for answer in chunk.answers or []]:
             texts[record.key] = answers
+    require(bool(texts), f"{run} was evaluated when its samples were not kept: evaluate it again, with --again")
     found = evaluate_perplexity(reader, texts)
     append_jsonl(run / FILE, found)
     return found
@@ -111,7 +112,7 @@ def evaluate_perplexity(reader: Reader, texts: Mapping[str, Sequence[str]]) -> l
     with progress("perplexity", num_texts) as advance:
         for key, responses in every.items():
             written, total, predicted = split(responses), 0.0, 0
-            pairs = [(c, y + z) for c, y, z in zip(contexts, written, behind, strict=False)]
+            pairs = [(c, y + z if y else []) for c, y, z in zip(contexts, written, behind, strict=False)]
             cut += sum(len(c) + len(y) > (_context(model) or math.inf) for c, y in pairs)
             for part in _log_likelihoods(model, pairs):
                 total, predicted = total + part[0], predicted + part[1]

@@ -153,6 +153,9 @@ def evaluate(
         budgets = steps or defaults.budgets
         learned, heuristics = _planned(setup, rules, budgets, bool(policies and steps), sizes, processes)
         elsewhere = [record for other in against for record in _learned_in(Path(other), setup, rules[0])]
+    for rule, _ in (*learned, *heuristics):
+        masks = f"{rule.name} needs a network that takes attention masks and position ids: leave it out"
+        require(not rule.shadows or hasattr(plain.denoiser, "hidden_with"), masks)
     results, verdicts, recorded = None, None, list[Record]()
     if folder:
         results = folder / "results.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -81,10 +82,15 @@ class Denoiser(nn.Module):
     def finish(self, states: Tensor) -> Tensor:
         return self.backbone.finish(states)
 
-    def hidden_with(self, tokens: Tensor, attend: Tensor, positions: Tensor) -> Tensor:
+    @property
+    def hidden_with(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """See `PlacingDenoiser`.  A model with shift has none: the state before a token has seen too much."""
+        if self.shift:
+            raise AttributeError("hidden_with")
+        return self._hidden_with
+
+    def _hidden_with(self, tokens: Tensor, attend: Tensor, positions: Tensor) -> Tensor:
         """[B, L, D] from tokens [B, L] at `positions` [B, L], where i sees j if attend [B, L, L] bool holds at i, j."""
-        other = "a model with shift reads a token from the state before it, which has seen too much: take another rule"
-        require(not self.shift, other)
         hidden: Tensor = self.backbone.at(tokens, positions, attend)
         return hidden
 

@@ -59,7 +59,7 @@ class Molecules(Task):
     is not `unconditional`.
     """
 
-    file: str = ""  # .csv with a column SMILES, or one SMILES per line; .gz too; "": MOSES in the package molsets
+    file: str = ""  # .csv or .tsv with a column SMILES, or one per line; .gz too; "": MOSES in the package molsets
     length: int = 56
     held_out: str = "test"
     fcd: int = 0  # held-out molecules from which to compute the distance FCD of the valid samples; 0: not computed

@@ -44,7 +44,7 @@ def moses_files() -> list[Path]:
 
 
 def read_molecules(path: Path, split: str = "") -> Iterator[Molecule]:
-    """The molecules of a file, which may end in .gz: a .csv with a column SMILES, or the first word of each line.
+    """The molecules of a file, which may end in .gz: .csv or .tsv with a column SMILES, or the first word of each line.
 
     `split`: that of all its molecules; "": the column SPLIT says it, or else it follows from a hash of the SMILES.
     """
@@ -52,8 +52,9 @@ def read_molecules(path: Path, split: str = "") -> Iterator[Molecule]:
         with path.open("rb") as raw:
             data = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
             lines = io.TextIOWrapper(cast(IO[bytes], data), encoding="utf-8-sig", errors="replace", newline="")
-            is_csv = path.name.removesuffix(".gz").endswith(".csv")
-            for smiles, said in _rows_of_csv(lines, path) if is_csv else ((line, None) for line in lines):
+            delimiter = {".csv": ",", ".tsv": "\t"}.get(Path(path.name.removesuffix(".gz")).suffix)
+            rows = _rows_of_csv(lines, path, delimiter) if delimiter else ((line, None) for line in lines)
+            for smiles, said in rows:
                 if words := smiles.split(maxsplit=1):
                     yield Molecule(words[0], _split(words[0], split or said), raw.tell())
     except (OSError, EOFError, zlib.error, csv.Error) as error:
@@ -61,8 +62,8 @@ def read_molecules(path: Path, split: str = "") -> Iterator[Molecule]:
         raise UserError(f"{path} cannot be read ({reason}): correct file") from None
 
 
-def _rows_of_csv(lines: io.TextIOWrapper, path: Path) -> Iterator[tuple[str, str | None]]:
-    rows: csv.DictReader[Any] = csv.DictReader(lines)
+def _rows_of_csv(lines: io.TextIOWrapper, path: Path, delimiter: str) -> Iterator[tuple[str, str | None]]:
+    rows: csv.DictReader[Any] = csv.DictReader(lines, delimiter=delimiter)
     headings = {heading.strip().lower(): heading for heading in rows.fieldnames or ()}
     there = ", ".join(rows.fieldnames or ()) or "none"
     require("smiles" in headings, f"{path} has no column SMILES, only {there}: name the column so in its first line")
