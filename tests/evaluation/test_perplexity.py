@@ -131,6 +131,8 @@ def test_the_text_behind_a_span_must_follow_from_it(gpt2, tmp_path):
     assert found.tokens == count == 2 + len(whole) - last - 1
     assert found.perplexity == pytest.approx(math.exp(loss / count), rel=1e-5)
     assert found.distinct[0] == 1, "of the span alone"
+    _, none = evaluate_perplexity(reader(gpt2, task), {"x": [""]})
+    assert (none.tokens, none.perplexity) == (0, None), "no answer, or one that is not valid"
 
 
 TINY = {

@@ -17,7 +17,7 @@ def best(points, most, m):
     steps, parts = np.array([p["steps"] for p in points]), np.array([p["parts"] for p in points])
     line = mixed = (0.0, "")
     for a in np.flatnonzero(steps <= m + 1e-9):
-        for w in (0.0, 0.25, 0.5, 0.75, None):  # the part of the other one; None: what makes m steps with a slower one
+        for w in (*np.linspace(0, 1, 21), None):  # the part of the other one; None: what makes m steps with a slower one
             others = np.flatnonzero((steps > m) if w is None else (steps <= m + 1e-9))
             share = (m - steps[a]) / (steps[others] - steps[a]) if w is None else np.full(len(others), w)
             alone = [np.minimum(part, most).sum(-1) for part in (parts[a], parts[others])]
