@@ -369,7 +369,7 @@ def test_rules_that_need_more_than_a_name(ok, refused, run, chain, tmp_path):
     ok("sample", run, *rules)
     ok("evaluate", chain, "--exact-denoiser", "--out", tmp_path / "exact", *rules[:2], "--steps", "5")
     said = refused("evaluate", chain, "--exact-denoiser", "--out", tmp_path / "exact", *rules[2:])
-    assert "needs attention masks and position ids" in said
+    assert "needs a network that takes attention masks and position ids" in said
 
 
 def test_an_interrupt_is_one_line(monkeypatch, call, base):

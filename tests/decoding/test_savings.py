@@ -70,8 +70,8 @@ class Whole:
     """A denoiser that does not say how its passes end."""
 
     def __init__(self, denoiser):
-        for name in ("mask_token_id", "block_size", "can_cache", "new_cache", "cached", "logits", "hidden_with"):
-            setattr(self, name, getattr(denoiser, name))
+        names = "mask_token_id", "block_size", "can_cache", "new_cache", "cached", "logits", "hidden_with"
+        vars(self).update({name: getattr(denoiser, name) for name in names if hasattr(denoiser, name)})
         self.hidden = lambda tokens, attention_mask=None: denoiser.hidden(tokens, attention_mask)
 
 
