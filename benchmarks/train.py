@@ -314,7 +314,9 @@ class PlainRollouts(SelfObjective):
             logits = model.selector(hidden, seen, masked, budget - 1 - index, layout, budget, price[of])
             log_mu = log_mu if self.checker is None else torch.zeros_like(log_mu)
             draws = self.seed_word, torch.stack([ids[of], every % k, torch.full_like(every, index)]), rows.position
-            reveal, *earned = self.decide(model.selection, logits, log_mu, masked, budget == index + 1, *draws)
+            forced = budget == index + 1
+            reveal = self.draw(model.selection, logits.detach(), masked, forced, *draws)
+            earned = self.earn(model.selection, logits, log_mu, masked, forced, reveal)
             steps.append((*earned, masked.any(-1)))
             if self.checker is not None:
                 tokens = torch.where(reveal, mu.argmax(-1), tokens)

@@ -198,6 +198,38 @@ def test_the_loss_is_that_of_the_estimator_and_reaches_the_selector_alone():
     assert sum(float(p.grad.abs().sum()) for p in model.denoiser.parameters() if p.grad is not None) > 1e-3
 
 
+def test_the_selectors_graph_may_be_made_in_parts(monkeypatch):
+    """Of a few states at a time: the same gradient, and in the forward pass hardly anything is kept."""
+    model, batch, u, found = model_of(), examples(), torch.tensor([0.1, 0.5, 0.9]), []
+    weights = list(model.selector.parameters())
+    for at_once in (BUDGET, 1):
+        monkeypatch.setattr("unmask.training.self_posterior.AT_ONCE", at_once)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, kept=kept: kept.append(tensor) or tensor, lambda x: x
+        ):
+            loss = SelfObjective(model, K, BUDGET, SEED)(batch, IDS, u).loss
+        found.append((loss, torch.autograd.grad(loss, weights), len(kept)))
+    (whole, gradient, kept), (parted, in_parts, fewer) = found
+    assert whole.item() == pytest.approx(parted.item(), abs=1e-12)
+    torch.testing.assert_close(gradient, in_parts)
+    assert fewer < kept / 2
+
+
+def test_without_a_graph_no_hidden_states_are_kept():
+    model, batch, kept = model_of(), examples(), []
+    objective = SelfObjective(model, K, BUDGET, SEED)
+    rollouts = objective._rollouts
+    objective._rollouts = lambda *given, **how: kept.append(rollouts(*given, **how)) or kept[-1]
+    asked = batch, IDS, torch.full((3,), BUDGET), torch.ones(3)
+    drawn = objective.orders(*asked)
+    with torch.no_grad():
+        for part, again in zip(drawn, objective.orders(*asked), strict=True):
+            assert part is again is None or torch.allclose(part, again)
+    sizes = [sum(step.asked.hidden.numel() for step in steps) for steps, *_ in kept]
+    assert sizes[0] > sizes[1] == 0
+
+
 def test_without_prices_steps_are_free():
     model, batch = model_of(prices=()), examples()
     outcome = SelfObjective(model, K, BUDGET, SEED)(batch, IDS, torch.tensor([0.1, 0.5, 0.9]))

@@ -1,6 +1,7 @@
 """The selector as its own posterior, as an objective: k orders of each sequence, chosen by the selector itself.
 
-Legend: B sequences, k trajectories of each, L positions, T the largest budget, R = the trajectories that hold a mask.
+Legend: B sequences, k trajectories of each, L positions, T the largest budget, R = the trajectories that hold a mask,
+S = the steps of all trajectories, U = the states that they visit: x_T of each sequence is one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from unmask.decoding.tokens import TokenChoice
 from unmask.models.frozen import FrozenDenoiser
 from unmask.models.order_model import OrderModel
-from unmask.models.packing import scatter
+from unmask.models.packing import Layout, scatter
 from unmask.rng import Purpose, uniforms
 from unmask.tasks.task import Examples, Task, check_no_mask, to_device
 from unmask.training.objectives import Outcome
@@ -24,7 +25,32 @@ from unmask.training.reading import log_likelihood, one_block, read_denoiser, se
 from unmask.variational.selection import Selection
 from unmask.variational.self_posterior import distinct_reward, estimate_self
 
+AT_ONCE = 4  # states per trajectory whose graph of the selector is held at once: few take more steps on average
 _WHOLE_STEP = 2**31  # the position that names the one draw of a whole step
+
+
+class Asked(NamedTuple):
+    """What the selector is asked about U states: [U, L] or [U] each."""
+
+    hidden: Tensor  # [U, L, D]
+    confidences: Tensor  # [U, L, 3 or 4]
+    masked: Tensor
+    t: Tensor
+    budget: Tensor
+    price: Tensor
+    proposed: Tensor  # tokens: those drawn where masked
+
+
+class Step(NamedTuple):
+    """One step of R trajectories, from R states, or at x_T from fewer that they share."""
+
+    asked: Asked
+    logits: Tensor  # [states, L]: the selector's answer, without its graph
+    log_mu: Tensor  # [states, L]: of the true tokens
+    sequence: Tensor  # [states], on the CPU: which of the B
+    of: Tensor  # [R]: the state of each among all U
+    at: Tensor  # [R]: its place in [T, B k]
+    reveal: Tensor  # [R, L]
 
 
 class Orders(NamedTuple):
@@ -51,7 +77,6 @@ class SelfObjective(nn.Module):
     EOS, answers end with the first one.
     reference_weight: of the KL from the selector's start, f = 0, which is a rule; 0: none.
 
-    The selector's graph is recomputed step by step in the backward pass: only what it reads is kept.
     learn_denoiser: it learns from one of the states that each sequence visits, S g_t for t uniform among S steps.  With
     a checker too, in nats: the true tokens take the place of those that were written.
     """
@@ -80,7 +105,8 @@ class SelfObjective(nn.Module):
         self.distinct, self.reference_weight = distinct, reference_weight
         self.register_buffer("seed_word", torch.tensor(seed), persistent=False)
         self.read = torch.compile(_read, dynamic=True) if compile else _read
-        self.decide = torch.compile(_decide, dynamic=True) if compile else _decide
+        self.draw = torch.compile(_draw, dynamic=True) if compile else _draw
+        self.earn = torch.compile(_earn, dynamic=True) if compile else _earn
 
     def forward(self, examples: Examples, ids: Tensor, u: Tensor) -> Outcome:
         """examples [B]; ids [B], which name their draws; u [B] stratified uniforms, which choose the prices."""
@@ -140,46 +166,69 @@ class SelfObjective(nn.Module):
     def orders(self, examples: Examples, ids: Tensor, budget: Tensor, price: Tensor) -> Orders:
         """k trajectories of each example [B], with `budget` [B] steps at most, at `price` [B].
 
-        x_T is the same for all k trajectories, so it is evaluated once; trajectories without a mask are dropped.
+        They are drawn without a graph.  The selector's is that of all U states visited, asked about once more together.
+        """
+        selector, k, learns = self.model.selector, self.trajectories, torch.is_grad_enabled()
+        assert selector is not None
+        steps, tokens, revealed_at = self._rollouts(examples, ids, budget, price, keep_hidden=learns)
+        asked = Asked(*map(torch.cat, zip(*(step.asked for step in steps), strict=True)))
+        logits, log_mu, sequence, of, at, reveal = map(torch.cat, zip(*(step[1:] for step in steps), strict=True))
+        if learns:
+            logits = self._asked_again(examples.rows(sequence), asked, AT_ONCE * len(examples) * k)
+        masked, forced = asked.masked[of], asked.t[of] == 0
+        gained, expected, decided = self.earn(selector.selection, logits[of], log_mu[of], masked, forced, reveal)
+        parts = [gained, expected, decided, torch.ones_like(forced)]
+        if self.reference_weight:
+            rule = selector.start_logits(asked.confidences, asked.masked, asked.t, asked.price)
+            ruled = selector.selection.log_prob(reveal, rule[of], masked)
+            parts.append(torch.where(forced, 0.0, decided.detach() - ruled))
+        told = (scatter(part, at, (len(steps), len(examples), k)).flip(0) for part in parts)
+        gain, expected, log_p, holds_mask, *deviation = told
+        written = (part.view(-1, k, tokens.shape[-1]) for part in (tokens, revealed_at))
+        return Orders(gain, expected, log_p, holds_mask, *written, *deviation)
+
+    @torch.no_grad()
+    def _rollouts(
+        self, examples: Examples, ids: Tensor, budget: Tensor, price: Tensor, *, keep_hidden: bool
+    ) -> tuple[list[Step], Tensor, Tensor]:
+        """The steps of all trajectories; the tokens at the end and the number of the step of each, [B k, L].
+
+        x_T is the same for all k trajectories, so it is one state; trajectories without a mask are dropped.
         """
         selector, k, size = self.model.selector, self.trajectories, len(examples) * self.trajectories
         assert selector is not None
         tokens, masked = (part.repeat_interleave(k, 0) for part in (examples.tokens, examples.response))  # [B k, L]
         num_masked = examples.num_response.repeat_interleave(k)  # [B k], on the CPU
-        revealed_at = torch.full_like(tokens, -1)
-        steps: list[list[Tensor]] = []
+        revealed_at, position = torch.full_like(tokens, -1), examples.position
+        steps, visited = list[Step](), 0
         for index in range(int(budget.max())):
             rows = num_masked.nonzero()[:, 0]  # [R]
             if not len(rows):
                 break
-            asked = torch.arange(0, size, k) if index == 0 else rows
-            there, at = to_device(asked, masked.device), masked[asked.to(masked.device)]
-            log_mu, proposed, logits, rule = self._ask(
-                examples.rows(asked // k), tokens[there], at, int(num_masked[asked].sum()), index,
-                budget[there // k], price[there // k], ids[there // k],
+            once = torch.arange(0, size, k) if index == 0 else rows  # the rows asked about
+            there = to_device(once, masked.device)
+            sequence = there // k
+            asked, logits, log_mu = self._ask(
+                examples.rows(once // k), tokens[there], masked[there], int(num_masked[once].sum()), index,
+                budget[sequence], price[sequence], ids[sequence],
             )  # fmt: skip
+            of, proposed = torch.arange(len(once), device=there.device), asked.proposed
             if index == 0:
-                first = (log_mu, proposed, logits, rule)
-                log_mu, proposed, logits, rule = (part.repeat_interleave(k, 0) for part in first)
-                there = to_device(rows, masked.device)
-                at = masked[there]
-            sequence, forced = there // k, budget[there // k] == index + 1  # [R]; forced: t = 0
+                of, there = of.repeat_interleave(k), torch.arange(size, device=there.device)
+                sequence, proposed = of, proposed[of]
+            at = masked[there]
             words = torch.stack([ids[sequence], there % k, torch.full_like(there, index)])  # [3, R]
-            draws = self.seed_word, words, examples.position[sequence]
-            reveal, gained, expected, decided = self.decide(selector.selection, logits, log_mu, at, forced, *draws)
-            parts = [gained, expected, decided, at.any(-1)]
-            if self.reference_weight:
-                ruled = selector.selection.log_prob(reveal, rule, at)
-                parts.append(torch.where(forced, 0.0, decided.detach() - ruled))
-            steps.append([scatter(part, there, (size,)) for part in parts])
+            draws = self.seed_word, words, position[sequence]
+            reveal = self.draw(selector.selection, logits[of], at, budget[sequence] == index + 1, *draws)
+            if not keep_hidden:
+                asked = asked._replace(hidden=torch.empty_like(asked.hidden[..., :0]))
+            steps.append(Step(asked, logits, log_mu, once // k, of + visited, there + size * index, reveal))
+            visited += len(once)
             if self.checker is not None:
                 tokens[there] = torch.where(reveal, proposed, tokens[there])
             masked[there], revealed_at[there] = at & ~reveal, torch.where(reveal, index, revealed_at[there])
             num_masked = masked.sum(-1).cpu()  # the device is waited for
-        told = (torch.stack(part[::-1]).view(len(part), -1, k) for part in zip(*steps, strict=True))
-        gain, expected, log_p, holds_mask, *deviation = told
-        written = (part.view(-1, k, tokens.shape[-1]) for part in (tokens, revealed_at))
-        return Orders(gain, expected, log_p, holds_mask, *written, *deviation)
+        return steps, tokens, revealed_at
 
     def _ask(
         self,
@@ -191,37 +240,54 @@ class SelfObjective(nn.Module):
         budget: Tensor,
         price: Tensor,
         ids: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """At step `index` of R rows, [R, L]: log mu of the true tokens, the tokens proposed, the selector's logits.
-
-        And those of the rule that it started as, where they are needed.
-        """
+    ) -> tuple[Asked, Tensor, Tensor]:
+        """What the selector is asked about R states [R, L] before step `index`, its logits, and log mu of the truth."""
         model = self.model
         assert model.selector is not None
-        # Denoisers of others' would get a mask, where none is faster.
-        any_number = not isinstance(model.denoiser, FrozenDenoiser)
-        examples, layout = with_layout(examples, model.selector, any_number=any_number)
-        with torch.no_grad():
-            reading = read_denoiser(model.denoiser, tokens, masked, layout, num_masked)
-            chosen = reading.truth
-            if self.checker is not None:
-                chosen = reading.logits.argmax(-1)
-                if self.choice.temperature > 0:
-                    u = uniforms(self.seed, Purpose.TOKEN, ids[:, None], index, examples.position, dtype=torch.float64)
-                    chosen = self.choice.sample(reading.logits, u.flatten()[reading.at])
-            log_mu, seen = self.read(reading.logits, reading.truth, chosen if model.selector.drawn else None)
+        examples, layout = self._with_layout(examples)
+        reading = read_denoiser(model.denoiser, tokens, masked, layout, num_masked)
+        chosen = reading.truth
+        if self.checker is not None:
+            chosen = reading.logits.argmax(-1)
+            if self.choice.temperature > 0:
+                u = uniforms(self.seed, Purpose.TOKEN, ids[:, None], index, examples.position, dtype=torch.float64)
+                chosen = self.choice.sample(reading.logits, u.flatten()[reading.at])
+        log_mu, seen = self.read(reading.logits, reading.truth, chosen if model.selector.drawn else None)
         proposed = tokens
         if self.checker is not None:
             log_mu, proposed = torch.zeros_like(log_mu), torch.where(masked, reading.spread(chosen), tokens)
-        seen, t = reading.spread(seen), budget - 1 - index
         # Where it reads no hidden states, none are kept: they may be logits.
-        hidden = reading.hidden.detach() if model.selector.read_hidden is not None else seen.new_empty(*masked.shape, 0)
-        logits = checkpoint(
-            model.selector, hidden, seen, masked, t, layout, budget, price, proposed if model.selector.drawn else None,
-            use_reentrant=False, preserve_rng_state=False,
-        )  # fmt: skip
-        rule = model.selector.start_logits(seen, masked, t, price) if self.reference_weight else logits
-        return reading.spread(log_mu), proposed, logits, rule
+        hidden = reading.hidden if model.selector.read_hidden is not None else seen.new_empty(*masked.shape, 0)
+        asked = Asked(hidden, reading.spread(seen), masked, budget - 1 - index, budget, price, proposed)
+        return asked, self._select(asked, layout), reading.spread(log_mu)
+
+    def _with_layout(self, examples: Examples) -> tuple[Examples, Layout]:
+        assert self.model.selector is not None
+        # Denoisers of others' would get a mask, where none is faster.
+        any_number = not isinstance(self.model.denoiser, FrozenDenoiser)
+        return with_layout(examples, self.model.selector, any_number=any_number)
+
+    def _select(self, asked: Asked, layout: Layout) -> Tensor:
+        """Logits [U, L]."""
+        hidden, confidences, masked, t, budget, price, proposed = asked
+        selector = self.model.selector
+        assert selector is not None
+        drawn = proposed if selector.drawn else None
+        logits: Tensor = selector(hidden, confidences, masked, t, layout, budget, price, drawn)
+        return logits
+
+    def _asked_again(self, examples: Examples, asked: Asked, most: int) -> Tensor:
+        """The selector's logits [U, L] with its graph, about states of these U examples.
+
+        The graph of `most` states is held at once: of more, it is made in the backward pass, part by part.
+        """
+        ask, logits = self._select, list[Tensor]()
+        if len(examples) > most:
+            ask = partial(checkpoint, self._select, use_reentrant=False, preserve_rng_state=False)
+        for rows in torch.arange(len(examples)).split(most):
+            layout = self._with_layout(examples.rows(rows))[1]
+            logits.append(ask(Asked(*(field[rows[0] : rows[-1] + 1] for field in asked)), layout))
+        return torch.cat(logits)
 
     def _judged(self, tokens: Tensor, examples: Examples) -> Tensor:
         """[B, k] bool, from tokens [B, k, L] on the CPU."""
@@ -241,25 +307,24 @@ def _read(logits: Tensor, truth: Tensor, drawn: Tensor | None) -> tuple[Tensor, 
     return log_likelihood(logits, truth), selector_features(logits, drawn)
 
 
-def _decide(
-    selection: Selection,
-    logits: Tensor,
-    log_mu: Tensor,
-    masked: Tensor,
-    forced: Tensor,
-    seed: Tensor,
-    words: Tensor,
-    position: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """r_t [R, L], and of it g_t, E[g_t | x_{t+1}] and log P(r_t | x_{t+1}) [R], from the selector's logits [R, L].
+def _draw(
+    selection: Selection, logits: Tensor, masked: Tensor, forced: Tensor, seed: Tensor, words: Tensor, position: Tensor
+) -> Tensor:
+    """r_t [R, L] from the selector's logits [R, L]; where a row is `forced` it reveals all.
 
-    Where a row is `forced` it reveals all, and nothing is decided.  The draws are functions of the seed [], the words
-    (id, trajectory, step) of the row [3, R] and the position [R, L] alone; the last is for the whole step.
+    The draws are functions of the seed [], the words (id, trajectory, step) of the row [3, R] and the position [R, L]
+    alone; the last is for the whole step.
     """
     position = torch.nn.functional.pad(position, (0, 1), value=_WHOLE_STEP)
     draws = uniforms(seed, Purpose.TRAJECTORY, *words[..., None], position, dtype=torch.float64)  # [R, L + 1]
-    reveal = masked & (forced[:, None] | selection.sample(logits.detach(), masked, draws))
+    return masked & (forced[:, None] | selection.sample(logits, masked, draws))
+
+
+def _earn(
+    selection: Selection, logits: Tensor, log_mu: Tensor, masked: Tensor, forced: Tensor, reveal: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """g_t, E[g_t | x_{t+1}] and log P(r_t | x_{t+1}) [S]; where a row is `forced`, nothing is decided."""
     gained = torch.where(reveal, log_mu, 0.0).sum(-1)
     expected = (selection.marginal(logits, masked) * log_mu).sum(-1)
     decided = selection.log_prob(reveal, logits, masked)
-    return reveal, gained, torch.where(forced, 0.0, expected), torch.where(forced, 0.0, decided)
+    return gained, torch.where(forced, 0.0, expected), torch.where(forced, 0.0, decided)
