@@ -442,7 +442,7 @@ def profile_self(name: str, run: Path | None, rollouts: int | None) -> None:
         model, updates, warm = objective.model, 5, 40 if case.device == "cuda" else 1
         parts: list[tuple[Any, str]] = [
             *((self_posterior, part) for part in ("with_layout", "read_denoiser", "scatter", "estimate_self")),
-            *((objective, part) for part in ("read", "orders", "decide", "_judged")),
+            *((objective, part) for part in ("read", "_rollouts", "draw", "_asked_again", "earn", "_judged")),
             *((model.selector, "forward"), (Tensor, "cpu")),
         ]
         with ExitStack() as stack:
@@ -463,7 +463,7 @@ def profile_self(name: str, run: Path | None, rollouts: int | None) -> None:
                     _wait(case)
                 objective.zero_grad(set_to_none=True)
         found = profiler.key_averages()
-        print(f"\n{name}, {what}, ms per update; the selector's part has the recomputation in the backward pass, too")
+        print(f"\n{name}, {what}, ms per update")
         times: dict[str, Tensor] = {}  # a part has a row for the host and one for the device
         for row in found:
             if row.key.startswith("= "):
