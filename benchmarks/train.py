@@ -442,7 +442,7 @@ def profile_self(name: str, run: Path | None, rollouts: int | None) -> None:
         model, updates, warm = objective.model, 5, 40 if case.device == "cuda" else 1
         parts: list[tuple[Any, str]] = [
             *((self_posterior, part) for part in ("with_layout", "read_denoiser", "scatter", "estimate_self")),
-            *((objective, part) for part in ("read", "_rollouts", "draw", "_asked_again", "earn", "_judged")),
+            *((objective, part) for part in ("read", "_rollouts", "draw", "_logits_with_graph", "earn", "_judged")),
             *((model.selector, "forward"), (Tensor, "cpu")),
         ]
         with ExitStack() as stack:

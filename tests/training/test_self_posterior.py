@@ -153,7 +153,7 @@ def test_every_trajectory_is_that_of_the_sequence_alone(writes, start, temperatu
     """Whatever the padding; gains, decisions and tokens, with budgets and prices of their own."""
     model, budget, price = (
         model_of(start=start, drawn=drawn),
-        torch.tensor([4, 2, 3]),
+        torch.tensor([4, 1, 2]),  # some last steps reveal several tokens
         torch.tensor([0.1, 1.0, 3.0], dtype=torch.float64),
     )
     for extra in (0, 2):
@@ -226,7 +226,7 @@ def test_without_a_graph_no_hidden_states_are_kept():
     with torch.no_grad():
         for part, again in zip(drawn, objective.orders(*asked), strict=True):
             assert part is again is None or torch.allclose(part, again)
-    sizes = [sum(step.asked.hidden.numel() for step in steps) for steps, *_ in kept]
+    sizes = [sum(step.states.hidden.numel() for step in steps) for steps, *_ in kept]
     assert sizes[0] > sizes[1] == 0
 
 

@@ -1,7 +1,7 @@
 """The selector as its own posterior, as an objective: k orders of each sequence, chosen by the selector itself.
 
 Legend: B sequences, k trajectories of each, L positions, T the largest budget, R = the trajectories that hold a mask,
-S = the steps of all trajectories, U = the states that they visit: x_T of each sequence is one.
+W = the steps of all trajectories, U = the states that they visit: x_T of each sequence is one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from unmask.training.reading import log_likelihood, one_block, read_denoiser, se
 from unmask.variational.selection import Selection
 from unmask.variational.self_posterior import distinct_reward, estimate_self
 
-AT_ONCE = 4  # states per trajectory whose graph of the selector is held at once: few take more steps on average
+AT_ONCE = 4  # states per trajectory whose graph of the selector is held at once
 _WHOLE_STEP = 2**31  # the position that names the one draw of a whole step
 
 
-class Asked(NamedTuple):
-    """What the selector is asked about U states: [U, L] or [U] each."""
+class States(NamedTuple):
+    """What the selector reads of U states: [U, L] or [U] each."""
 
     hidden: Tensor  # [U, L, D]
     confidences: Tensor  # [U, L, 3 or 4]
@@ -44,12 +44,12 @@ class Asked(NamedTuple):
 class Step(NamedTuple):
     """One step of R trajectories, from R states, or at x_T from fewer that they share."""
 
-    asked: Asked
-    logits: Tensor  # [states, L]: the selector's answer, without its graph
+    states: States
+    logits: Tensor  # [states, L]: the selector's, without its graph
     log_mu: Tensor  # [states, L]: of the true tokens
     sequence: Tensor  # [states], on the CPU: which of the B
-    of: Tensor  # [R]: the state of each among all U
-    at: Tensor  # [R]: its place in [T, B k]
+    state: Tensor  # [R]: the state of each trajectory among all U
+    place: Tensor  # [R]: that of each trajectory in [T, B k]
     reveal: Tensor  # [R, L]
 
 
@@ -166,23 +166,25 @@ class SelfObjective(nn.Module):
     def orders(self, examples: Examples, ids: Tensor, budget: Tensor, price: Tensor) -> Orders:
         """k trajectories of each example [B], with `budget` [B] steps at most, at `price` [B].
 
-        They are drawn without a graph.  The selector's is that of all U states visited, asked about once more together.
+        They are drawn without a graph.  The selector's is then made of all U states at once.
         """
         selector, k, learns = self.model.selector, self.trajectories, torch.is_grad_enabled()
         assert selector is not None
         steps, tokens, revealed_at = self._rollouts(examples, ids, budget, price, keep_hidden=learns)
-        asked = Asked(*map(torch.cat, zip(*(step.asked for step in steps), strict=True)))
-        logits, log_mu, sequence, of, at, reveal = map(torch.cat, zip(*(step[1:] for step in steps), strict=True))
+        states = States(*map(torch.cat, zip(*(step.states for step in steps), strict=True)))
+        logits, log_mu, sequence, state, place, reveal = map(torch.cat, zip(*(step[1:] for step in steps), strict=True))
+        shape = len(steps), len(examples), k
+        del steps  # the hidden states are held once
         if learns:
-            logits = self._asked_again(examples.rows(sequence), asked, AT_ONCE * len(examples) * k)
-        masked, forced = asked.masked[of], asked.t[of] == 0
-        gained, expected, decided = self.earn(selector.selection, logits[of], log_mu[of], masked, forced, reveal)
-        parts = [gained, expected, decided, torch.ones_like(forced)]
+            logits = self._logits_with_graph(examples.rows(sequence), states, AT_ONCE * len(examples) * k)
+        masked, forced = states.masked[state], states.t[state] == 0  # [W, L], [W]
+        earned = self.earn(selector.selection, logits[state], log_mu[state], masked, forced, reveal)
+        parts = [*earned, masked.any(-1)]
         if self.reference_weight:
-            rule = selector.start_logits(asked.confidences, asked.masked, asked.t, asked.price)
-            ruled = selector.selection.log_prob(reveal, rule[of], masked)
-            parts.append(torch.where(forced, 0.0, decided.detach() - ruled))
-        told = (scatter(part, at, (len(steps), len(examples), k)).flip(0) for part in parts)
+            rule = selector.start_logits(states.confidences, states.masked, states.t, states.price)
+            ruled = selector.selection.log_prob(reveal, rule[state], masked)
+            parts.append(torch.where(forced, 0.0, earned[-1].detach() - ruled))
+        told = (scatter(part, place, shape).flip(0) for part in parts)
         gain, expected, log_p, holds_mask, *deviation = told
         written = (part.view(-1, k, tokens.shape[-1]) for part in (tokens, revealed_at))
         return Orders(gain, expected, log_p, holds_mask, *written, *deviation)
@@ -205,32 +207,34 @@ class SelfObjective(nn.Module):
             rows = num_masked.nonzero()[:, 0]  # [R]
             if not len(rows):
                 break
-            once = torch.arange(0, size, k) if index == 0 else rows  # the rows asked about
-            there = to_device(once, masked.device)
+            read = torch.arange(0, size, k) if index == 0 else rows  # one trajectory of each state
+            there = to_device(read, masked.device)
             sequence = there // k
-            asked, logits, log_mu = self._ask(
-                examples.rows(once // k), tokens[there], masked[there], int(num_masked[once].sum()), index,
+            states, logits, log_mu = self._states(
+                examples.rows(read // k), tokens[there], masked[there], int(num_masked[read].sum()), index,
                 budget[sequence], price[sequence], ids[sequence],
             )  # fmt: skip
-            of, proposed = torch.arange(len(once), device=there.device), asked.proposed
+            state, proposed = torch.arange(len(read), device=there.device), states.proposed
             if index == 0:
-                of, there = of.repeat_interleave(k), torch.arange(size, device=there.device)
-                sequence, proposed = of, proposed[of]
+                sequence = state = state.repeat_interleave(k)
+                there, proposed = torch.arange(size, device=there.device), proposed[state]
             at = masked[there]
             words = torch.stack([ids[sequence], there % k, torch.full_like(there, index)])  # [3, R]
             draws = self.seed_word, words, position[sequence]
-            reveal = self.draw(selector.selection, logits[of], at, budget[sequence] == index + 1, *draws)
+            reveal = self.draw(selector.selection, logits[state], at, budget[sequence] == index + 1, *draws)
             if not keep_hidden:
-                asked = asked._replace(hidden=torch.empty_like(asked.hidden[..., :0]))
-            steps.append(Step(asked, logits, log_mu, once // k, of + visited, there + size * index, reveal))
-            visited += len(once)
+                states = states._replace(hidden=torch.empty_like(states.hidden[..., :0]))
+            steps.append(Step(states, logits, log_mu, read // k, state + visited, there + size * index, reveal))
+            visited += len(read)
             if self.checker is not None:
                 tokens[there] = torch.where(reveal, proposed, tokens[there])
             masked[there], revealed_at[there] = at & ~reveal, torch.where(reveal, index, revealed_at[there])
             num_masked = masked.sum(-1).cpu()  # the device is waited for
+        # In older versions of torch later passes would take the weights that autocast has cast here, without a graph.
+        torch.clear_autocast_cache()
         return steps, tokens, revealed_at
 
-    def _ask(
+    def _states(
         self,
         examples: Examples,
         tokens: Tensor,
@@ -240,8 +244,8 @@ class SelfObjective(nn.Module):
         budget: Tensor,
         price: Tensor,
         ids: Tensor,
-    ) -> tuple[Asked, Tensor, Tensor]:
-        """What the selector is asked about R states [R, L] before step `index`, its logits, and log mu of the truth."""
+    ) -> tuple[States, Tensor, Tensor]:
+        """R states [R, L] before step `index`; the selector's logits, and log mu of the true tokens."""
         model = self.model
         assert model.selector is not None
         examples, layout = self._with_layout(examples)
@@ -258,8 +262,8 @@ class SelfObjective(nn.Module):
             log_mu, proposed = torch.zeros_like(log_mu), torch.where(masked, reading.spread(chosen), tokens)
         # Where it reads no hidden states, none are kept: they may be logits.
         hidden = reading.hidden if model.selector.read_hidden is not None else seen.new_empty(*masked.shape, 0)
-        asked = Asked(hidden, reading.spread(seen), masked, budget - 1 - index, budget, price, proposed)
-        return asked, self._select(asked, layout), reading.spread(log_mu)
+        states = States(hidden, reading.spread(seen), masked, budget - 1 - index, budget, price, proposed)
+        return states, self._logits(states, layout), reading.spread(log_mu)
 
     def _with_layout(self, examples: Examples) -> tuple[Examples, Layout]:
         assert self.model.selector is not None
@@ -267,26 +271,26 @@ class SelfObjective(nn.Module):
         any_number = not isinstance(self.model.denoiser, FrozenDenoiser)
         return with_layout(examples, self.model.selector, any_number=any_number)
 
-    def _select(self, asked: Asked, layout: Layout) -> Tensor:
-        """Logits [U, L]."""
-        hidden, confidences, masked, t, budget, price, proposed = asked
+    def _logits(self, states: States, layout: Layout) -> Tensor:
+        """[U, L]."""
+        hidden, confidences, masked, t, budget, price, proposed = states
         selector = self.model.selector
         assert selector is not None
         drawn = proposed if selector.drawn else None
         logits: Tensor = selector(hidden, confidences, masked, t, layout, budget, price, drawn)
         return logits
 
-    def _asked_again(self, examples: Examples, asked: Asked, most: int) -> Tensor:
-        """The selector's logits [U, L] with its graph, about states of these U examples.
+    def _logits_with_graph(self, examples: Examples, states: States, most: int) -> Tensor:
+        """The selector's logits [U, L] of states of these U examples.
 
-        The graph of `most` states is held at once: of more, it is made in the backward pass, part by part.
+        The graph of `most` states is held at once: with more, it is made in the backward pass, part by part.
         """
-        ask, logits = self._select, list[Tensor]()
+        ask, logits = self._logits, list[Tensor]()
         if len(examples) > most:
-            ask = partial(checkpoint, self._select, use_reentrant=False, preserve_rng_state=False)
+            ask = partial(checkpoint, self._logits, use_reentrant=False, preserve_rng_state=False)
         for rows in torch.arange(len(examples)).split(most):
             layout = self._with_layout(examples.rows(rows))[1]
-            logits.append(ask(Asked(*(field[rows[0] : rows[-1] + 1] for field in asked)), layout))
+            logits.append(ask(States(*(field[rows[0] : rows[-1] + 1] for field in states)), layout))
         return torch.cat(logits)
 
     def _judged(self, tokens: Tensor, examples: Examples) -> Tensor:
@@ -323,7 +327,7 @@ def _draw(
 def _earn(
     selection: Selection, logits: Tensor, log_mu: Tensor, masked: Tensor, forced: Tensor, reveal: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """g_t, E[g_t | x_{t+1}] and log P(r_t | x_{t+1}) [S]; where a row is `forced`, nothing is decided."""
+    """g_t, E[g_t | x_{t+1}] and log P(r_t | x_{t+1}) [W]; where a row is `forced`, nothing is decided."""
     gained = torch.where(reveal, log_mu, 0.0).sum(-1)
     expected = (selection.marginal(logits, masked) * log_mu).sum(-1)
     decided = selection.log_prob(reveal, logits, masked)
