@@ -339,12 +339,12 @@ def test_where_the_curves_cross():
     (curve,) = compared_curves([weak, *ORDERS[1:], *RULES])
     assert curve.above == [[pytest.approx(2 + 2 / 3, abs=1e-6), 5]]
     said = curve_verdict(curve)
-    assert said.startswith("learned is on average above the best rule from 2.00 to 5.00 steps, by +")
+    assert said.startswith("learned is on average above the best rule (3 settings) from 2.00 to 5.00 steps, by +")
     assert "It is above from 2.67 to 5.00 steps." in said
     bad = [order("learned(price=2,deterministic)", 9, "00000000", 2), order("learned", 9, "00000001", 4)]
     (curve,) = compared_curves([*bad, *RULES])
     assert curve.above == []
-    assert curve_verdict(curve).startswith("learned is below the best rule from 2.00 to 4.00 steps, by -")
+    assert curve_verdict(curve).startswith("learned is below the best rule (3 settings) from 2.00 to 4.00 steps, by -")
 
 
 def test_scores_alone_have_no_interval():
@@ -359,7 +359,7 @@ def test_scores_alone_have_no_interval():
 def test_an_order_with_one_point_is_compared_there():
     (curve,) = compared_curves([ORDERS[1], *RULES])
     assert (curve.start, curve.stop, curve.mean, curve.at[0].steps) == (4, None, None, 4)
-    assert curve_verdict(curve).startswith("learned is above the best rule at 4.00 steps, by +25.0 points [")
+    assert curve_verdict(curve).startswith("learned is above the best rule (3 settings) at 4.00 steps, by +25.0 points [")
 
 
 def test_rules_alone_and_orders_alone():
@@ -408,7 +408,7 @@ def test_the_default_sweep():
     """So many points for an order of ten steps, prices within their range, the cap part of the sweep for all."""
     selector = SimpleNamespace(budget=10, prices=(0.0123456, 2.0))
     plan = sweep(selector, [], [], 72)
-    assert len(plan) == len(planned(selector, [], [], 72)) == 141
+    assert len(plan) == len(planned(selector, [], [], 72)) == 159
     learned = [(rule, cap) for rule, cap in plan if family(rule.name) == "learned"]
     assert {cap for _, cap in learned} == {2, 3, 4, 5, 6, 8, 10}
     prices = sorted(rule.price for rule, cap in learned if cap == 10)
@@ -489,7 +489,7 @@ def test_the_command_draws_a_curve_and_repeats_nothing(trained, ok, tmp_path):
     curve = read_curve(run / "curve.json")
     records = read_run(run)
     assert {point.key for point in curve.points} == {record.key for record in records}
-    assert len(records) == 8 + 8 + 4 + (5 + 9) * 2 + 5, "nine of the thresholds where tokens are sampled"
+    assert len(records) == 8 + 8 + 4 + (7 + 9) * 2 + 5, "nine of the thresholds where tokens are sampled"
     assert curve.asked == ["--policy=learned", "--policy=threshold", "--steps=2", "--steps=4"]
     assert compared_curves(records) == [dataclasses.replace(curve, asked=[])], "from the records alone"
     assert (run / "curve.svg").read_text().startswith("<svg")

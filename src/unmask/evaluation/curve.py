@@ -37,7 +37,8 @@ from unmask.jsonl import read_sealed, sealed
 CAPS = (2, 3, 4, 5, 6, 8, 16, 32)
 ONE_PER_STEP = 128  # the longest response for which one token per step is swept too: the highest score may be there
 AT_EVERY_CAP = (
-    *("threshold:0.9", "threshold:0.95", "threshold:0.99", "threshold(0.9,paced)", "threshold(0.98,paced)"),
+    *("threshold:0.9", "threshold:0.95", "threshold:0.99"),
+    *(f"threshold({c},paced)" for c in (0.8, 0.9, 0.95, 0.98)),
     *("factor:0.5", "eb:0.03", "klass(0.9,0.01,1)", "top-prob", "margin", "iid"),
 )
 # At every cap, where tokens are drawn at random.

@@ -453,7 +453,8 @@ def _verdict(curve: Curve) -> str:
     figures = (mean.learned_diversity, mean.rule_diversity)
     known = curve.diversity and figures != (None, None)
     varied = " Diversity, {}: {}; of the rules {}.".format(curve.diversity, *_diversities(curve, mean)) if known else ""
-    return f"learned{seeds} is {side} the best rule {where}, {amount}{held_out}{unsure}.{parts}{varied}{highest}"
+    rivals = f"the best rule ({len(_rules(curve))} settings)"
+    return f"learned{seeds} is {side} {rivals} {where}, {amount}{held_out}{unsure}.{parts}{varied}{highest}"
 
 
 def curve_table(curve: Curve) -> ResultTable:
