@@ -838,7 +838,7 @@ def test_the_exact_denoiser_of_a_recipe(base, chain, ok, refused, tmp_path, monk
         (exact[:-2], "needs --out"),
         (["evaluate", out, "--exact-denoiser", "--set", "task.seed=1"], "--set is for a recipe"),
         (["evaluate", out, "--bf16"], "leave out --compile, --bf16 and --guidance"),
-        (["evaluate", out, "--exact-denoiser", "--bound"], "--bf16, --cache or --exact-denoiser"),
+        (["evaluate", out, "--exact-denoiser", "--bound"], "--bound takes no --exact-denoiser"),
         (["evaluate", base / "frozen", "--out", out], "--out and --set are for --exact-denoiser"),
         (["evaluate", base / "frozen", "--set", "task.groups=3"], "train another with `unmask train --set`"),
         ([*exact, "--any-denoiser"], "leave out --denoiser and --any-denoiser"),
@@ -1013,7 +1013,7 @@ def test_the_commands_of_a_report_make_its_records(ok, run, monkeypatch):
     """Each of them finds everything done already."""
     options = ["--examples", "7", "--seed", "3", "--temperature", "0.5", "--top-p", "0.9"]
     ok("evaluate", run, "--policy", "margin", "--policy", "threshold:0.8", "--steps", "3", *options)
-    ok("evaluate", run, "--curve", "--policy", "threshold", "--steps", "2", "--examples", "5")
+    ok("evaluate", run, "--curve", "--policy", "learned", "--policy", "threshold", "--steps", "2", "--examples", "5")
     ok("report", run)
     page, before = html.unescape((run / "report.html").read_text()), contents(run)
     train, *made, report = re.search(r"<pre>(unmask train .*?)</pre>", page, flags=re.S)[1].splitlines()
@@ -1021,8 +1021,8 @@ def test_the_commands_of_a_report_make_its_records(ok, run, monkeypatch):
     monkeypatch.chdir(run.parent)
     for line in made:
         ok(*shlex.split(line)[1:])
-    assert made[-1] == "unmask evaluate run --curve --policy=threshold --steps=2 --examples=5"
-    assert len(made) == 4, "the learned order, the recipe's rules, the two above, the curve"
+    assert made[-1] == "unmask evaluate run --curve --policy=learned --policy=threshold --steps=2 --examples=5"
+    assert len(made) == 5, "the learned order, here and in the curve, the recipe's rules, the two above, the curve"
     assert contents(run) == before
 
 

@@ -413,14 +413,12 @@ def evaluate(
             options["perplexity"] = perplexity
         show(run, policies=policy or [], steps=steps or [], against=against or [], again=again, **options)
         return
-    chooses_tokens = (temperature, top_p, top_k, guidance, min_length, stop_at_eos) != (None, 1.0, 0, 0.0, 0, False)
-    other = policy or steps or against or curve or again or compile or bf16 or perplexity or cache != "auto"
-    if other or chooses_tokens or exact_denoiser:
-        raise UserError(
-            "--bound takes no --policy, --steps, --against, --curve, --again, --perplexity, --compile, --bf16, "
-            "--cache or --exact-denoiser, nor what chooses tokens, such as --temperature: it is a number of the "
-            "trained model"
-        )
+    asks: dict[str, Any] = {"policy": policy, "steps": steps, "against": against, "curve": curve, "again": again}
+    asks |= {"compile": compile, "bf16": bf16, "cache": cache != "auto", "perplexity": perplexity}
+    asks |= {"temperature": temperature is not None, "top-p": top_p != 1.0, "top-k": top_k, "guidance": guidance}
+    asks |= {"min-length": min_length, "stop-at-eos": stop_at_eos, "exact-denoiser": exact_denoiser}
+    if given := [name for name, value in asks.items() if value]:
+        raise UserError(f"--bound takes no --{given[0]}: it is a number of the trained model")
     if _is_main():  # a matter of seconds, and a sum whose rounding would depend on how it is divided
         from unmask.evaluation.bound import evaluate_run_bound
 
@@ -472,13 +470,12 @@ def _evaluate_curve(run: Path, **options: Any) -> None:
     from unmask.report.tables import curve_table, curve_verdict
 
     refuse_link(run / "curve.svg")
-    evaluate(run, curve=True, **options)
+    records = evaluate(run, curve=True, **options)
     if not _is_main():
         return
     curve = read_curve(run / "curve.json")
-    if curve is None:
-        (run / "curve.svg").unlink(missing_ok=True)
-        say("No rule was evaluated that the order can be compared with.")
+    if curve is None or not {record.key for record in records} <= {point.key for point in curve.points}:
+        say("The order and rules are compared: add --policy learned, and a rule such as --policy threshold.")
         return
     say(curve_verdict(curve))
     Console(highlight=False).print(*map(curve_table, curve.by_measure), sep="\n")
@@ -590,10 +587,9 @@ def report(
     from unmask.report.html import read_sections, write_report
 
     if format_ is None:
-        ending = out.suffix[1:] if out is not None else ""
-        format_ = ending if ending in FORMATS else "html"
+        format_ = out.suffix[1:] if out is not None and out.suffix else "html"
     if format_ not in ("html", *FORMATS):
-        raise UserError(f"--format {format_}: choose from html, {', '.join(FORMATS)}")
+        raise UserError(f"unknown format {format_}: choose from html, {', '.join(FORMATS)}")
     path = out or runs[0] / f"report.{format_}"
     written = [path]
     if format_ == "html":

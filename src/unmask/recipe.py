@@ -203,7 +203,8 @@ class OrderRecipe(Optimisation):
         if self.posterior == "selector":
             theirs = ("teacher", "kl_weight", "baseline", "tau", "scorer_rate")
             if given := [name for name in theirs if getattr(self, name) != defaults[name]]:
-                raise UserError(f"{given[0]} has no effect with posterior = 'selector': leave it out")
+                unused = f"{given[0]} has no effect with posterior = 'selector'"
+                raise UserError(f"{unused}: leave it out, or set it to its default, {defaults[given[0]]!r}")
             if self.prices and not self.least_budget:
                 raise UserError(
                     "an order with prices serves every number of steps, from least_budget on: give least_budget too, "

@@ -359,7 +359,9 @@ def test_scores_alone_have_no_interval():
 def test_an_order_with_one_point_is_compared_there():
     (curve,) = compared_curves([ORDERS[1], *RULES])
     assert (curve.start, curve.stop, curve.mean, curve.at[0].steps) == (4, None, None, 4)
-    assert curve_verdict(curve).startswith("learned is above the best rule (3 settings) at 4.00 steps, by +25.0 points [")
+    assert curve_verdict(curve).startswith(
+        "learned is above the best rule (3 settings) at 4.00 steps, by +25.0 points ["
+    )
 
 
 def test_rules_alone_and_orders_alone():
@@ -504,7 +506,7 @@ def test_the_command_draws_a_curve_and_repeats_nothing(trained, ok, tmp_path):
 
 def test_curves_of_a_run_without_prices_or_order(trained, ok, refused, tmp_path):
     run = shutil.copytree(trained / "priced", tmp_path / "run")
-    assert "--bound takes no --policy" in refused("evaluate", run, "--curve", "--bound")
+    assert "--bound takes no --curve" in refused("evaluate", run, "--curve", "--bound")
     assert "--curve takes no --against" in refused("evaluate", run, "--curve", "--against", run)
     assert "--steps must be between 1 and" in refused("evaluate", run, "--curve", "--steps", 0)
     assert "unknown policy 'thresold'" in refused("evaluate", run, "--curve", "--policy", "thresold")
@@ -514,4 +516,10 @@ def test_curves_of_a_run_without_prices_or_order(trained, ok, refused, tmp_path)
     assert out.startswith("There is no learned order here; the best rule reaches")
     assert (tmp_path / "plain" / "curve.svg").exists()
     assert "needs a learned order" in refused("evaluate", tmp_path / "plain", "--curve", "--policy", "learned")
-    assert "No rule was evaluated" in ok("evaluate", run, "--curve", "--policy", "learned")
+    whole = ok("evaluate", run, "--curve", "--policy", "learned", "--policy", "margin", "--steps", 2)
+    before = (run / "curve.json").read_bytes()
+    for one_side in ("learned(price=0.3)", "threshold:0.85"):
+        told = ok("evaluate", run, "--curve", "--policy", one_side, "--steps", 3)
+        assert "add --policy learned, and a rule" in told
+    assert ok("evaluate", run, "--curve", "--policy", "margin", "--steps", 2) == whole, "it is part of what is there"
+    assert (run / "curve.json").read_bytes() == before

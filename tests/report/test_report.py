@@ -320,6 +320,8 @@ def test_an_order_that_is_worse_than_iid_is_called_so(tmp_path):
         worse = dataclasses.replace(BOUND, gain=gain, gain_se=error)
         assert words in bound_verdict(worse)
         assert words in written(tmp_path, Section("groups", "", [LEARNED], [[0]], worse))
+    faster = dataclasses.replace(worse, budget=8, steps=2.5)
+    assert bound_verdict(faster).endswith("below IID, in 2.50 steps; IID takes 8.")
     assert bound_verdict(dataclasses.replace(BOUND, gain=0.1, gain_se=0.1)) == bound_verdict(BOUND) == ""
 
 

@@ -70,11 +70,13 @@ def test_tokens_by_hand():
 
 def test_files_of_every_form_say_the_same(tmp_path):
     rows = [*((text, "train") for text in CHAINS), ("CCO", "test")]
+    table = [("id", "SMILES", "SPLIT"), *(("C", *row) for row in rows)]
     for number, (name, text) in enumerate(
         [
             ("a.csv", "\n".join(["\ufeffid, Split ,smiles", *(f'"1,2",{split},{text}' for text, split in rows)])),
             ("b.csv.gz", "\r\n".join(["SMILES,SPLIT", *map(",".join, rows), ",train", ""])),
-            ("b.tsv", "\n".join(["id\tSMILES\tSPLIT", *(f"C\t{text}\t{split}" for text, split in rows)])),
+            ("b.tsv", "\n".join(map("\t".join, table))),
+            ("s.csv", "\n".join(map(";".join, table))),
             ("c.smi", "\n".join(f"{text}\tname of it" for text in CHAINS)),
             ("d.txt.gz", "\n\n".join(CHAINS)),
         ]

@@ -218,7 +218,7 @@ def test_errors_are_one_line():
         ({"operations": "copy, remove-randm"}, "unknown operation 'remove-randm'; did you mean 'remove-random'"),
         ({"operations": ""}, "unknown operation ''"),
         ({"max_n": len(NAMES)}, "set max_n between 3 and 63, not 64"),
-        ({"min_n": 33}, "set min_n between 3 and 32, not 33"),
+        ({"min_n": 33}, "min_n = 33 must be at most max_n = 32"),
         ({"names": 32}, "set names between 33 and 64, not 32"),
     ):
         with pytest.raises(UserError, match=re.escape(said)):

@@ -27,7 +27,7 @@ from unmask.decoding.tokens import TokenChoice
 from unmask.display import say
 from unmask.errors import UserError, require
 from unmask.evaluation.compare import next_budget
-from unmask.evaluation.curve import compared_curves, sweep, write_curve
+from unmask.evaluation.curve import compared_curves, family, sweep, write_curve
 from unmask.evaluation.evaluate import (
     ExactModel,
     Setup,
@@ -90,7 +90,7 @@ def evaluate(
 
     curve: the learned order at many prices and every rule at many settings instead, or those of the families (learned,
     threshold) and rules in `policies`, each with `steps` as the most steps.  RUN/curve.json is what `compared_curves`
-    makes of the records.
+    makes of the records, where there are some of the order and of rules.
     """
     processes = Processes(cpu)
     policies = [policies] if isinstance(policies, str | Policy) else policies
@@ -177,7 +177,9 @@ def evaluate(
 
     records = run(learned)
     if curve:
-        if folder and processes.is_main:
+        sides = {family(record.spec.policy) == "learned" for record in records}
+        # One side alone, which a study compares with others, takes nothing from an earlier curve.
+        if folder and processes.is_main and (model.selector is None or len(sides) == 2):
             asked = [f"--policy={rule.name if isinstance(rule, Policy) else rule}" for rule in policies]
             write_curve(folder, compared_curves(records), [*asked, *(f"--steps={cap}" for cap in steps)])
         return records

@@ -284,7 +284,8 @@ def _checked(folder: str | Path) -> tuple[Path, OrderModelConfig]:
     """The folder of a finished model, here or from the hub, and its configuration; ModelFolderError if it is none."""
     folder = hub.local_folder(folder)
     if not folder.is_dir():
-        raise ModelFolderError(f"{folder}: no such folder; give the run folder of a finished `unmask train`")
+        what = "a file, not a folder" if folder.exists() else "no such folder"
+        raise ModelFolderError(f"{folder}: {what}; give the run folder of a finished `unmask train`")
     for name in MODEL_FILES:
         if not (folder / name).is_file():
             raise ModelFolderError(

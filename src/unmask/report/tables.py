@@ -323,6 +323,9 @@ def bound_verdict(bound: BoundReport) -> str:
     if bound.gain is None or bound.gain_se is None or bound.gain >= 0:
         return ""
     amount = f"{-bound.gain:.4f} nats per token (standard error {bound.gain_se:.4f})"
+    if bound.steps < 0.9 * bound.budget:
+        steps = f"in {bound.steps:.2f} steps; IID takes {bound.budget}"
+        return f"By the bound the learned order is {amount} below IID, {steps}."
     if bound.gain > -2 * bound.gain_se:
         return f"By the bound the learned order is no better than IID: it is {amount} below, which may be chance."
     return f"By the bound the learned order is WORSE than IID, by {amount}."
@@ -484,7 +487,7 @@ def curve_table(curve: Curve) -> ResultTable:
         legend += f" {curve.diversity}: {DIVERSITY[curve.diversity]}; {mixed}."
     varied = [curve.diversity] if curve.diversity else []
     headings = ["mean steps", "learned", "best rule", "gain", *varied, "95%", "held out", "no cap", "which"]
-    minor = ("which", "95%", "no cap", "held out")
+    minor = ("no cap", "which", "95%", "held out")
     title = "learned against the best rule" + (f", {curve.measure}" if curve.measure != "valid" else "")
     return ResultTable(title, legend, headings, rows, minor)
 

@@ -54,7 +54,8 @@ def parse_policy(text: str, network: SelectorNetwork | None = None, background: 
         name, equals, value = (part.strip() for part in argument.partition("="))
         # `deterministic` alone sets a switch; an `=` inside brackets belongs to a rule in there.
         if not re.fullmatch(r"[a-z_]+", name) or (not equals and types.get(name) is not bool):
-            require(place < len(positional), f"{text!r}: {usage(rule)} has no place for {argument!r}")
+            hint = f"; name it, such as {parameters[0].name}={argument}" if parameters and not positional else ""
+            require(place < len(positional), f"{text!r}: {usage(rule)} has no place for {argument!r}{hint}")
             name, value = positional[place], argument
         elif not equals:
             value = "true"

@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -52,8 +53,8 @@ def read_molecules(path: Path, split: str = "") -> Iterator[Molecule]:
         with path.open("rb") as raw:
             data = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
             lines = io.TextIOWrapper(cast(IO[bytes], data), encoding="utf-8-sig", errors="replace", newline="")
-            delimiter = {".csv": ",", ".tsv": "\t"}.get(Path(path.name.removesuffix(".gz")).suffix)
-            rows = _rows_of_csv(lines, path, delimiter) if delimiter else ((line, None) for line in lines)
+            is_table = Path(path.name.removesuffix(".gz")).suffix in (".csv", ".tsv")
+            rows = _rows_of_table(lines, path) if is_table else ((line, None) for line in lines)
             for smiles, said in rows:
                 if words := smiles.split(maxsplit=1):
                     yield Molecule(words[0], _split(words[0], split or said), raw.tell())
@@ -62,8 +63,10 @@ def read_molecules(path: Path, split: str = "") -> Iterator[Molecule]:
         raise UserError(f"{path} cannot be read ({reason}): correct file") from None
 
 
-def _rows_of_csv(lines: io.TextIOWrapper, path: Path, delimiter: str) -> Iterator[tuple[str, str | None]]:
-    rows: csv.DictReader[Any] = csv.DictReader(lines, delimiter=delimiter)
+def _rows_of_table(lines: io.TextIOWrapper, path: Path) -> Iterator[tuple[str, str | None]]:
+    """Columns are separated by what separates most of the first line: comma, semicolon or tab."""
+    first = next(lines, "")
+    rows: csv.DictReader[Any] = csv.DictReader(chain([first], lines), delimiter=max(",;\t", key=first.count))
     headings = {heading.strip().lower(): heading for heading in rows.fieldnames or ()}
     there = ", ".join(rows.fieldnames or ()) or "none"
     require("smiles" in headings, f"{path} has no column SMILES, only {there}: name the column so in its first line")

@@ -56,7 +56,9 @@ class WaitingLines(Puzzle):
             known = f"{nearest}choose all or some of {', '.join(OPERATIONS)}"
             require(word in OPERATIONS, f"task {self.name}: unknown operation {word!r}; {known}")
         check_range(self, "max_n", 3, len(NAMES) - 1)
-        check_range(self, "min_n", 3, self.max_n)
+        check_range(self, "min_n", 3, len(NAMES) - 1)
+        low, high = self.min_n, self.max_n
+        require(low <= high, f"task {self.name}: min_n = {low} must be at most max_n = {high}")
         check_range(self, "names", self.max_n + 1, len(NAMES))  # one more than in a line: it may be inserted
         check_choice(self, "held_out", self.held_out_splits)
 
