@@ -395,7 +395,8 @@ def test_a_run_with_it(tmp_path, ok, reads, drawn):
     if drawn:
         with pytest.raises(UserError, match=r"looks at the tokens that are drawn .*, so it has no bound$"):
             evaluate_bound(model, model, load_task(tmp_path / "run")[1], 4, 2, seed=0)
-    ok("evaluate", tmp_path / "run", "--policy", "learned", "--steps", "3", "--examples", "4", "--cpu")
+    told = ok("evaluate", tmp_path / "run", "--policy", "learned", "--steps", "3", "--examples", "4", "--cpu")
+    assert "learned without a price is at the lowest, 0.1; at all: `--curve`" in " ".join(told.split())
     rule = Learned(model.selector)
     assert half_selector(rule).reads == rule.reads == (FEATURES | DRAWN if drawn else FEATURES)
     ok("report", tmp_path / "run")

@@ -125,6 +125,9 @@ def caption(recipe: Recipe, records: Sequence[Record], own: str = "") -> str:
     if any(record.spec.eos_policy != "none" for record in records):
         tokens += f", end of sequence: {' and '.join(sorted({record.spec.eos_policy for record in records}))}"
     tokens += f"; {' and '.join(f'{number:,}' for number in sorted({r.spec.num_examples for r in records}))} examples"
+    unpriced = any(record.spec.learned and "price" not in record.spec.policy for record in records)
+    if recipe.order is not None and recipe.order.prices and unpriced:
+        tokens += f". learned without a price is at the lowest, {recipe.order.prices[0]:g}; at all: `--curve`"
     if records and all(record.spec.denoiser.startswith(f"{EXACT}-") for record in records):
         return f"Every rule runs on the exact posterior of the task, in the place of a denoiser. {tokens}."
     if recipe.order is None:
