@@ -134,7 +134,7 @@ def test_a_missing_folder_is_refused(tmp_path):
 
 
 def test_a_file_is_not_a_folder(folder):
-    assert "no such folder" in refused(folder / "config.json")
+    assert "a file, not a folder" in refused(folder / "config.json")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
