@@ -474,7 +474,7 @@ def _evaluate_curve(run: Path, **options: Any) -> None:
     if not _is_main():
         return
     curve = read_curve(run / "curve.json")
-    if curve is None or not {record.key for record in records} <= {point.key for point in curve.points}:
+    if curve is None or {record.key for record in records}.isdisjoint(point.key for point in curve.points):
         say("The order and rules are compared: add --policy learned, and a rule such as --policy threshold.")
         return
     say(curve_verdict(curve))
