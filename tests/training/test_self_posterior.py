@@ -241,10 +241,11 @@ def test_without_prices_steps_are_free():
 
 def test_budgets_are_drawn():
     objective = SelfObjective(model_of(), K, 2, SEED)
-    budgets = objective._budgets(torch.arange(4000))
-    counts = torch.bincount(budgets, minlength=5).tolist()
+    counts = torch.bincount(objective._budgets(torch.arange(4000)), minlength=5).tolist()
     assert counts[:2] == [0, 0]
-    assert all(abs(count - expected) < 150 for count, expected in zip(counts[2:], (667, 667, 2667), strict=True))
+    drawn = [2000 * math.log((n + 1) / n) / math.log(5 / 2) for n in (2, 3, 4)]  # log-uniform from 2 to 4
+    expected = [*drawn[:2], drawn[2] + 2000]
+    assert all(abs(count - wanted) < 100 for count, wanted in zip(counts[2:], expected, strict=True))
     assert (SelfObjective(model_of(), K, BUDGET, SEED)._budgets(torch.arange(50)) == BUDGET).all()
 
 

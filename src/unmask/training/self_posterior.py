@@ -69,7 +69,7 @@ class SelfObjective(nn.Module):
     """-J_lambda in nats per token (`variational.self_posterior`); with a `checker`, -(valid - lambda steps).
 
     Every sequence has a price, log-uniform in the selector's range, and a budget: T for one half of them, for the
-    others uniform in {least_budget, ..., T}.  Its k trajectories share both.
+    others log-uniform in {least_budget, ..., T}.  Its k trajectories share both.
     checker: the task that judges the tokens, which are then the denoiser's own, chosen at `temperature`.  All k
     trajectories share the draws of their tokens.
     On a block-causal denoiser all this is about one block of each sequence, given those before it (`one_block`).
@@ -161,7 +161,8 @@ class SelfObjective(nn.Module):
         assert self.model.selector is not None
         most, least = self.budget, self.least_budget
         u = uniforms(self.seed, Purpose.BUDGET, ids, dtype=torch.float64)
-        return torch.where(u < 0.5, least + ((most - least + 1) * 2 * u).long(), most)
+        drawn = (least * ((most + 1) / least) ** (2 * u)).long().clamp(least, most)
+        return torch.where(u < 0.5, drawn, most)
 
     def orders(self, examples: Examples, ids: Tensor, budget: Tensor, price: Tensor) -> Orders:
         """k trajectories of each example [B], with `budget` [B] steps at most, at `price` [B].
