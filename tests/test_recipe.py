@@ -308,6 +308,19 @@ def test_not_toml(tmp_path):
         assert "broken.toml is not valid TOML" in message
 
 
+def test_the_recipe_of_a_run_is_a_recipe(tmp_path):
+    recipe = load_recipe("groups-self")
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(recipe, denoise=None, init="runs/denoiser"))))
+    again = load_recipe(path, ["denoise.updates=3", "denoise.batch=4", "init="])
+    assert again.order == recipe.order
+    assert again.denoise is not None
+    assert again.denoise.updates == 3
+    for text, message in (("[]", "no recipe: give a TOML file"), ("[", "no JSON"), ('{"seed": 3}', "task")):
+        path.write_text(text)
+        assert message in refused(path)
+
+
 def test_json_that_is_no_recipe():
     for text in ("[]", "3", "{}", '{"task": {}}', '{"task": {"name": "groups"}, "epochs": 3}'):
         with pytest.raises(UserError):

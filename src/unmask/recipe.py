@@ -461,14 +461,15 @@ def known_studies() -> list[str]:
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe by path, or by the name of one that comes with unmask, with `key.key=value` overrides applied.
 
-    If they change the task, options in the file that the new one does not have are left out, with a line on stderr.
+    The `recipe.json` of a run is one too.  If overrides change the task, options in the file that the new one does not
+    have are left out, with a line on stderr.
     """
     path = Path(name)
     if not path.is_file():
         path, known = recipe_folder() / f"{name}.toml", known_recipes()
         nearest = did_you_mean(str(name), known)
         require(path.is_file(), f"no recipe {str(name)!r}; {nearest}give a file or one of {', '.join(known)}")
-    values = read_toml(path)
+    values = _read_json(path) if path.suffix == ".json" else read_toml(path)
     task = values.get("task")
     name_in_file = task.get("name") if isinstance(task, dict) else None
     for override in overrides:
@@ -492,6 +493,16 @@ def read_toml(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Without what is null: what TOML would leave out."""
+    from unmask.jsonl import parse_json
+
+    with prefixed(str(path)):
+        values = parse_json(path.read_bytes())
+        require(isinstance(values, dict), "no recipe: give a TOML file, or the recipe.json of a run")
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _drop_options(task: dict[str, Any], kept: set[str]) -> None:
