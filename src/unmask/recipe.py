@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 PLAIN_RULES = ("iid", "top-prob", "margin")  # the paper's rivals
 PRICES = (0.02, 2.0)  # of a step, lowest and highest, in nats
 REWARD_PRICES = (0.002, 0.3)  # where a valid answer counts 1
+GAMMAS = (0.001, 1.0)  # of the start eb, at the lowest and at the highest price
 MOST_STEPS = 65_536  # of generation: one per token of the longest sequence that a task here may have
 MOST_EXAMPLES = 1_000_000  # of an evaluation
 
@@ -160,10 +161,12 @@ class OrderRecipe(Optimisation):
     # For posterior = "selector":
     # Of a step, lowest and highest, in nats or reward: one order for all.  (): the usual ones if least_budget is given.
     prices: tuple[float, ...] = ()
-    start: Literal["iid", "threshold", "paced"] = "iid"  # the rule from which the selector starts
-    thresholds: tuple[float, ...] = (0.995, 0.6)  # of that rule, at the lowest and at the highest price
+    start: Literal["iid", "threshold", "paced", "eb"] = "iid"  # the rule from which the selector starts
+    # Of that rule, at the lowest and at the highest price.  Of eb these are gamma, and the default is GAMMAS.
+    thresholds: tuple[float, ...] = (0.995, 0.6)
     spread: float = 0.0  # of the selector's logits at the start, where positions look alike
     least_budget: int = 0  # with prices, half of the sequences have a budget between this and `budget`
+    budgets_drawn: Literal["uniform", "log-uniform"] = "uniform"  # how these are drawn
     reward: bool = False  # learn from whether the answer is valid, not from the likelihood
     distinct: bool = False  # with a reward: none for an answer that another sequence of the batch wrote too
     temperature: float = 1.0  # of the tokens that are written for a reward; 0: greedy
@@ -194,7 +197,7 @@ class OrderRecipe(Optimisation):
             parse_teacher(self.teacher)
         _check_range(self, 0, "spread", "least_budget", "reference_weight")
         own = (
-            *("prices", "start", "thresholds", "spread", "least_budget"),
+            *("prices", "start", "thresholds", "spread", "least_budget", "budgets_drawn"),
             *("reward", "distinct", "temperature", "reference_weight"),
         )
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
@@ -212,11 +215,9 @@ class OrderRecipe(Optimisation):
                 )
             if self.least_budget and not self.prices:
                 object.__setattr__(self, "prices", REWARD_PRICES if self.reward else PRICES)
-            falling = len(self.thresholds) == 2 and 1 - 1e-6 >= self.thresholds[0] >= self.thresholds[1] >= 1e-6
-            wanted = "thresholds must be two from 1e-6 to 1 - 1e-6, where log-odds end, the higher one first"
-            require(falling, f"{wanted}, got {list(self.thresholds)}")
-            if self.start == "iid" and self.thresholds != defaults["thresholds"]:
-                raise UserError("thresholds are those of start = 'threshold' or 'paced': set start, or leave them out")
+            self._check_thresholds(given=self.thresholds != defaults["thresholds"])
+            if self.budgets_drawn != defaults["budgets_drawn"] and not self.least_budget:
+                raise UserError("budgets are drawn from least_budget on: give that too, or leave budgets_drawn out")
             if self.least_budget > self.budget:
                 raise UserError(f"least_budget = {self.least_budget} must be at most budget = {self.budget}")
             if self.temperature != defaults["temperature"] and not self.reward:
@@ -233,6 +234,20 @@ class OrderRecipe(Optimisation):
         )
         if self.kl_weight > 1 and not self.scorer_rate and not self.denoiser_rate:
             raise UserError("kl_weight has no effect where only the selector learns: leave it out")
+
+    def _check_thresholds(self, given: bool) -> None:
+        if self.start == "iid" and given:
+            rules = "start = 'threshold', 'paced' or 'eb'"
+            raise UserError(f"thresholds are those of {rules}: set start, or leave them out")
+        if self.start == "eb" and not given:
+            object.__setattr__(self, "thresholds", GAMMAS)
+        first, last = self.thresholds if len(self.thresholds) == 2 else (0.0, 0.0)
+        if self.start == "eb":
+            fits, wanted = 1e-6 <= first <= last, "two from 1e-6 on, the lower one first: gamma of start = 'eb'"
+        else:
+            fits = 1 - 1e-6 >= first >= last >= 1e-6
+            wanted = "two from 1e-6 to 1 - 1e-6, where log-odds end, the higher one first"
+        require(fits, f"thresholds must be {wanted}, got {list(self.thresholds)}")
 
 
 def parse_teacher(text: str) -> Policy:

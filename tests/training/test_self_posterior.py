@@ -13,7 +13,7 @@ import torch
 from tests.training.small import TINY_RECIPE, FixedTask, json_lines, padded, randomised
 from unmask.decoding.confidence import DRAWN, FEATURES, confidence, features
 from unmask.decoding.generate import generate
-from unmask.decoding.policies import Learned, OneAtATime, Threshold
+from unmask.decoding.policies import EntropyBounded, Learned, OneAtATime, Threshold
 from unmask.decoding.tokens import TokenChoice
 from unmask.errors import UserError
 from unmask.evaluation.bound import evaluate_bound
@@ -144,7 +144,7 @@ def prices_of(u):
 @pytest.mark.parametrize(
     ("writes", "start", "temperature", "drawn"),
     [
-        *((False, start, 0.0, 0) for start in ("iid", "threshold", "paced")),
+        *((False, start, 0.0, 0) for start in ("iid", "threshold", "paced", "eb")),
         *((True, "iid", temperature, 0) for temperature in (0.0, 1.0)),
         (True, "threshold", 1.0, 4),
     ],
@@ -240,12 +240,13 @@ def test_without_prices_steps_are_free():
 
 
 def test_budgets_are_drawn():
-    objective = SelfObjective(model_of(), K, 2, SEED)
-    counts = torch.bincount(objective._budgets(torch.arange(4000)), minlength=5).tolist()
-    assert counts[:2] == [0, 0]
-    drawn = [2000 * math.log((n + 1) / n) / math.log(5 / 2) for n in (2, 3, 4)]  # log-uniform from 2 to 4
-    expected = [*drawn[:2], drawn[2] + 2000]
-    assert all(abs(count - wanted) < 100 for count, wanted in zip(counts[2:], expected, strict=True))
+    logs = [2000 * math.log((n + 1) / n) / math.log(5 / 2) for n in (2, 3, 4)]
+    for log_uniform, drawn in ((False, [667, 667, 667]), (True, logs)):
+        objective = SelfObjective(model_of(), K, 2, SEED, log_uniform=log_uniform)
+        counts = torch.bincount(objective._budgets(torch.arange(4000)), minlength=5).tolist()
+        assert counts[:2] == [0, 0]
+        expected = [*drawn[:2], drawn[2] + 2000]
+        assert all(abs(count - wanted) < 100 for count, wanted in zip(counts[2:], expected, strict=True))
     assert (SelfObjective(model_of(), K, BUDGET, SEED)._budgets(torch.arange(50)) == BUDGET).all()
 
 
@@ -347,6 +348,29 @@ def test_read_greedily_at_the_start_it_is_the_rule(paced, drawn, thresholds):
         assert ours.tokens.tolist() == rule.tokens.tolist()
 
 
+def test_read_greedily_at_the_start_it_is_entropy_bounded():
+    model = model_of(start="eb", thresholds=(0.05, 1.5))
+    start, canvas = as_it_starts(model), torch.full((40, 8), 3)
+    canvas[:, 0] = torch.arange(40) % 3
+    between = math.sqrt(PRICES[0] * PRICES[1]), math.sqrt(0.05 * 1.5)  # half-way in the logarithms
+    mean_steps = []
+    for (price, gamma), steps in itertools.product(((PRICES[0], 0.05), between, (PRICES[1], 1.5)), (BUDGET, 2, 8)):
+        ours, rule = (
+            generate(model.denoiser, canvas, policy=policy, max_steps=steps, temperature=0.0)
+            for policy in (Learned(start, price=price, deterministic=True), EntropyBounded(gamma))
+        )
+        assert ours.reveal_step.tolist() == rule.reveal_step.tolist()
+        mean_steps.append(float(ours.num_steps.double().mean()))
+    assert mean_steps[2] > mean_steps[5] > mean_steps[8], "a larger gamma takes fewer steps"
+    selector = model.selector
+    said = torch.tensor([[0.9, 0.0, 0.5], [0.9, 0.0, 0.4], [0.2, 0.0, 2.0], [0.95, 0.0, 9.0]]).expand(2, -1, -1)
+    masked = torch.tensor([[True, True, True, False], [False] * 4])
+    logits = selector.start_logits(said, masked, torch.tensor([2, 2]), torch.tensor([PRICES[0]] * 2))
+    lost = torch.tensor([1e-6, 0.4, 0.9])  # the surest first, of equals the leftmost
+    torch.testing.assert_close(logits[0, :3].double(), 2 * (math.log(0.05) - lost.log()).double(), rtol=1e-4, atol=1e-4)
+    assert logits[1].tolist() == [0.0] * 4
+
+
 def test_a_paced_start_ranks_as_the_rule():
     """Among equal confidences the leftmost, low ones too; a row without masks has finite logits."""
     selector = Selector(SelectorConfig(8, 1, 2, BUDGET, prices=PRICES, start="paced"), 16)
@@ -438,6 +462,7 @@ def test_one_token_per_step(tmp_path, posterior):
         ("order.prices=[1.0,2.0]", "give least_budget too, such as 2, or leave prices out$"),
         ("order.prices=[2.0,1.0] order.least_budget=2", "prices must be two"),
         ("order.thresholds=[0.9,0.8]", "set start, or leave them out$"),
+        ("order.budgets_drawn=log-uniform", "give that too, or leave budgets_drawn out$"),
         (
             "order.start=paced order.least_budget=2 order.thresholds=[0.8,0.9]",
             "thresholds must be two from 1e-6 to 1 - 1e-6",
@@ -460,7 +485,11 @@ def test_one_token_per_step(tmp_path, posterior):
         ("order.selector_rate=0.0", "selector_rate is 0: no order would be learned"),
         ("order.scorer_rate=0.1", "scorer_rate has no effect"),
         ("order.start=threshold", "start = 'threshold' takes its threshold from the price: set order.least_budget"),
-        ("order.start=eb", "start must be iid or threshold or paced, got 'eb'$"),
+        ("order.start=klass", "start must be iid or threshold or paced or eb, got 'klass'$"),
+        (
+            "order.start=eb order.least_budget=2 order.thresholds=[0.9,0.1]",
+            "the lower one first: gamma of start = 'eb'",
+        ),
     ],
 )
 def test_what_does_not_go_together(tmp_path, override, message):
@@ -522,5 +551,5 @@ def test_prices_that_cannot_be():
     without = Learned(model_of(prices=()).selector, price=1.0)
     with pytest.raises(UserError, match="trained without prices: leave price out"):
         without.check(BUDGET, torch.tensor([4]))
-    with pytest.raises(UserError, match="start must be iid or threshold or paced, got 'eb'"):
-        SelectorConfig(8, 1, 2, BUDGET, start="eb")
+    with pytest.raises(UserError, match="start must be iid or threshold or paced or eb, got 'klass'"):
+        SelectorConfig(8, 1, 2, BUDGET, start="klass")

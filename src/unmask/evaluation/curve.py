@@ -53,7 +53,7 @@ WHERE_SAMPLED = (
 )
 AT_THE_LARGEST = (
     *("threshold:0.5", "threshold:0.7", "threshold:0.8", "threshold:0.98", "threshold:0.995"),
-    *("factor:1", "eb:0.01", "eb:0.1", "klass(0.9,0.01,2)"),
+    *("factor:1", "eb:0.001", "eb:0.003", "eb:0.01", "eb:0.1", "klass(0.9,0.01,2)"),
 )
 PRICES = 8
 

@@ -141,8 +141,8 @@ class SelectorConfig:
     budget: int  # T
     positions: int = 0
     prices: tuple[float, ...] = ()  # the lowest and the highest; empty: none
-    start: Literal["iid", "threshold", "paced"] = "iid"
-    thresholds: tuple[float, ...] = (0.995, 0.6)  # of the start: c* at the lowest and at the highest price
+    start: Literal["iid", "threshold", "paced", "eb"] = "iid"
+    thresholds: tuple[float, ...] = (0.995, 0.6)  # of the start: c*, or gamma, at the lowest and at the highest price
     spread: float = 0.0  # standard deviation of f at the start
     reads: Literal["hidden", "logits"] = "hidden"
     drawn: int = 0  # the number of token ids; 0: it does not look at them
@@ -154,8 +154,8 @@ class SelectorConfig:
         require(self.budget >= 1, f"a selector needs a budget T >= 1, got {self.budget}")
         ordered = not self.prices or (len(self.prices) == 2 and 0 < self.prices[0] < self.prices[1])
         require(ordered, f"prices must be two, above 0, the lower one first, got {list(self.prices)}")
-        known = self.start in ("iid", "threshold", "paced")
-        require(known, f"start must be iid or threshold or paced, got {self.start!r}")
+        known = self.start in ("iid", "threshold", "paced", "eb")
+        require(known, f"start must be iid or threshold or paced or eb, got {self.start!r}")
         priced = self.start == "iid" or bool(self.prices)
         require(priced, f"start = {self.start!r} takes its threshold from the price: set order.least_budget, such as 2")
         self.shape  # noqa: B018  # checks width and heads
@@ -173,9 +173,11 @@ class Selector(nn.Module):
         iid          start_n = -log t                               each mask with probability 1 / (t + 1)
         threshold    start_n = beta (logit c_n - logit c*(lambda))  read greedily, it is `threshold:c*`
         paced        the same with min(c*, c_(k)) for c*            read greedily, it is `threshold(c*,paced)`
+        eb           start_n = beta (log gamma(lambda) - log l_n)   read greedily, it is `eb:gamma`
 
     c* falls from the first of `thresholds` at the lowest price to the second at the highest, its log-odds linearly in
-    log lambda.  c_(k) is the k-th largest c of the M masks on offer, k = ceil(M / (t + 1)), which ends in time at an
+    log lambda; gamma rises, its logarithm linearly.  l_n = (sum of H) - (max of H) over the masks up to n in the order
+    of the top probability, the surest first, H the entropy.  c_(k) is the k-th largest c of the M masks on offer, k = ceil(M / (t + 1)), which ends in time at an
     even pace; of equal ones the leftmost count as larger.  c is the top probability; of a selector that reads the drawn
     tokens, theirs (`confidence=sampled`).
     With a `spread` f has that standard deviation at first: where all positions look alike, f = 0 is a saddle.
@@ -187,6 +189,7 @@ class Selector(nn.Module):
     TIE = 1e-3  # by which what is not due lies below what is, where both have the same c
     READ = 5  # top probability, margin, entropy; the log-odds of the first; masked or not.  And log p of what was drawn
     NEAREST_TO_ONE = 1e-6  # beyond, log-odds end
+    LEAST_LOST = 1e-6  # below, log l ends
 
     def __init__(self, config: SelectorConfig, denoiser_width: int, selection: Selection | None = None) -> None:
         super().__init__()
@@ -295,8 +298,11 @@ class Selector(nn.Module):
             return -t.log()[:, None].expand_as(masked)
         price = torch.full_like(t, self.prices[0]) if price is None else price.clamp(*self.prices).to(t.dtype)
         low, high = (math.log(end) for end in self.prices)
-        first, last = (math.log(c / (1 - c)) for c in self.config.thresholds)
-        bar = first + (last - first) * (price.log() - low) / (high - low)  # [B]: logit c*
+        bounded = self.config.start == "eb"
+        first, last = (math.log(end if bounded else end / (1 - end)) for end in self.config.thresholds)
+        bar = first + (last - first) * (price.log() - low) / (high - low)  # [B]: logit c*, or log gamma
+        if bounded:
+            return self.BETA * torch.where(masked, bar[:, None] - self._log_lost(confidences, masked), 0.0)
         c = confidences[..., 3:].exp() if self.drawn else confidences[..., :1]
         above = self._log_odds(c, masked[..., None])[..., 0] - bar[:, None]
         if self.config.start == "paced":
@@ -307,6 +313,13 @@ class Selector(nn.Module):
             paced = torch.where(masked, above - short, 0.0)
             above = torch.where(due | (short == 0), paced, paced.clamp(max=-self.TIE))
         return self.BETA * above
+
+    def _log_lost(self, confidences: Tensor, masked: Tensor) -> Tensor:
+        """log l_n [B, L]."""
+        order = torch.where(masked, confidences[..., 0], -math.inf).argsort(dim=-1, descending=True, stable=True)
+        H = torch.where(masked, confidences[..., 2], 0.0).gather(-1, order)
+        lost = (H.cumsum(-1) - H.cummax(-1).values).clamp(min=self.LEAST_LOST)
+        return torch.zeros_like(lost).scatter(-1, order, lost.log())
 
     def _log_odds(self, c: Tensor, masked: Tensor) -> Tensor:
         """logit c of the same shape; 0 where not masked."""

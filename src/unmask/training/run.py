@@ -251,7 +251,7 @@ class _Training:
             least = how.least_budget or how.budget
             objective = SelfObjective(
                 model, how.trajectories, least, seed, checker=checker, temperature=temperature, distinct=how.distinct,
-                reference_weight=how.reference_weight, **shared,
+                reference_weight=how.reference_weight, log_uniform=how.budgets_drawn == "log-uniform", **shared,
             )  # fmt: skip
         else:
             baselines: dict[str, Baseline] = {

@@ -69,7 +69,7 @@ class SelfObjective(nn.Module):
     """-J_lambda in nats per token (`variational.self_posterior`); with a `checker`, -(valid - lambda steps).
 
     Every sequence has a price, log-uniform in the selector's range, and a budget: T for one half of them, for the
-    others log-uniform in {least_budget, ..., T}.  Its k trajectories share both.
+    others uniform in {least_budget, ..., T}, or `log_uniform`.  Its k trajectories share both.
     checker: the task that judges the tokens, which are then the denoiser's own, chosen at `temperature`.  All k
     trajectories share the draws of their tokens.
     On a block-causal denoiser all this is about one block of each sequence, given those before it (`one_block`).
@@ -94,6 +94,7 @@ class SelfObjective(nn.Module):
         temperature: float = 1.0,
         distinct: bool = False,
         reference_weight: float = 0.0,
+        log_uniform: bool = False,
         learn_denoiser: bool = False,
         compile: bool = False,
     ) -> None:
@@ -102,7 +103,7 @@ class SelfObjective(nn.Module):
         self.model, self.budget, self.least_budget = model, model.selector.budget, least_budget
         self.trajectories, self.seed = trajectories, seed
         self.checker, self.choice, self.learn_denoiser = checker, TokenChoice(temperature), learn_denoiser
-        self.distinct, self.reference_weight = distinct, reference_weight
+        self.distinct, self.reference_weight, self.log_uniform = distinct, reference_weight, log_uniform
         self.register_buffer("seed_word", torch.tensor(seed), persistent=False)
         self.read = torch.compile(_read, dynamic=True) if compile else _read
         self.draw = torch.compile(_draw, dynamic=True) if compile else _draw
@@ -161,8 +162,8 @@ class SelfObjective(nn.Module):
         assert self.model.selector is not None
         most, least = self.budget, self.least_budget
         u = uniforms(self.seed, Purpose.BUDGET, ids, dtype=torch.float64)
-        drawn = (least * ((most + 1) / least) ** (2 * u)).long().clamp(least, most)
-        return torch.where(u < 0.5, drawn, most)
+        few = least * ((most + 1) / least) ** (2 * u) if self.log_uniform else least + (most + 1 - least) * 2 * u
+        return torch.where(u < 0.5, few.long().clamp(least, most), most)
 
     def orders(self, examples: Examples, ids: Tensor, budget: Tensor, price: Tensor) -> Orders:
         """k trajectories of each example [B], with `budget` [B] steps at most, at `price` [B].
