@@ -175,11 +175,11 @@ class Selector(nn.Module):
         paced        the same with min(c*, c_(k)) for c*            read greedily, it is `threshold(c*,paced)`
         eb           start_n = beta (log gamma(lambda) - log l_n)   read greedily, it is `eb:gamma`
 
-    c* falls from the first of `thresholds` at the lowest price to the second at the highest, its log-odds linearly in
-    log lambda; gamma rises, its logarithm linearly.  l_n = (sum of H) - (max of H) over the masks up to n in the order
-    of the top probability, the surest first, H the entropy.  c_(k) is the k-th largest c of the M masks on offer, k = ceil(M / (t + 1)), which ends in time at an
-    even pace; of equal ones the leftmost count as larger.  c is the top probability; of a selector that reads the drawn
-    tokens, theirs (`confidence=sampled`).
+    c* falls from the first of `thresholds` at the lowest price to the second at the highest, its log-odds linearly
+    in log lambda; gamma rises, its logarithm linearly.  l_n = (sum of H) - (max of H) over the masks up to n in the
+    order of the top probability, the surest first, H the entropy.  c_(k) is the k-th largest c of the M masks on
+    offer, k = ceil(M / (t + 1)), which ends in time at an even pace; of equal ones the leftmost count as larger.  c
+    is the top probability; of a selector that reads the drawn tokens, theirs (`confidence=sampled`).
     With a `spread` f has that standard deviation at first: where all positions look alike, f = 0 is a saddle.
     The log-odds of the top probability c tell 0.999 from 0.9999, which are the same number in bfloat16.
     """
