@@ -316,6 +316,7 @@ def test_the_recipe_of_a_run_is_a_recipe(tmp_path):
     assert again.order == recipe.order
     assert again.denoise is not None
     assert again.denoise.updates == 3
+    assert load_recipe(tmp_path) == load_recipe(path)
     for text, message in (("[]", "no recipe: give a TOML file"), ("[", "no JSON"), ('{"seed": 3}', "task")):
         path.write_text(text)
         assert message in refused(path)

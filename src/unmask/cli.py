@@ -67,7 +67,7 @@ Split = Annotated[
 RecipeName = Annotated[
     str,
     Argument(
-        help=f"A TOML file, the recipe.json of a run, or one that comes with unmask: {', '.join(known_recipes())}.",
+        help=f"A TOML file, a run or its recipe.json, or one that comes with unmask: {', '.join(known_recipes())}.",
         autocompletion=known_recipes,
     ),
 ]
