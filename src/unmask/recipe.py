@@ -476,8 +476,8 @@ def known_studies() -> list[str]:
 def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe by path, or by the name of one that comes with unmask, with `key.key=value` overrides applied.
 
-    A run, or its `recipe.json`, is one too.  If overrides change the task, options in the file that the new one does not
-    have are left out, with a line on stderr.
+    A run, or its `recipe.json`, is one too.  If overrides change the task, options in the file that the new one does
+    not have are left out, with a line on stderr.
     """
     path = Path(name)
     if (path / "recipe.json").is_file():
