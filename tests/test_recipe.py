@@ -308,7 +308,7 @@ def test_not_toml(tmp_path):
         assert "broken.toml is not valid TOML" in message
 
 
-def test_the_recipe_of_a_run_is_a_recipe(tmp_path):
+def test_the_recipe_of_a_run_is_a_recipe(tmp_path, monkeypatch):
     recipe = load_recipe("groups-self")
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(recipe, denoise=None, init="runs/denoiser"))))
@@ -317,6 +317,13 @@ def test_the_recipe_of_a_run_is_a_recipe(tmp_path):
     assert again.denoise is not None
     assert again.denoise.updates == 3
     assert load_recipe(tmp_path) == load_recipe(path)
+    (tmp_path / "groups").mkdir()
+    (tmp_path / "groups" / "recipe.json").write_text(path.read_text())
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("groups") != load_recipe("groups/recipe.json"), "a run does not hide a recipe"
+    foreign = {**json.loads(path.read_text()), "task": {"name": "nowhere:Task"}}
+    path.write_text(json.dumps(foreign))
+    assert "names code of its own, nowhere:Task" in refused(path)
     for text, message in (("[]", "no recipe: give a TOML file"), ("[", "no JSON"), ('{"seed": 3}', "task")):
         path.write_text(text)
         assert message in refused(path)

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 PLAIN_RULES = ("iid", "top-prob", "margin")  # the paper's rivals
 PRICES = (0.02, 2.0)  # of a step, lowest and highest, in nats
 REWARD_PRICES = (0.002, 0.3)  # where a valid answer counts 1
-GAMMAS = (0.001, 1.0)  # of the start eb, at the lowest and at the highest price
+THRESHOLDS = (0.995, 0.6)  # of an order's start, at the lowest and at the highest price
+GAMMAS = (0.001, 1.0)  # of the start eb
 MOST_STEPS = 65_536  # of generation: one per token of the longest sequence that a task here may have
 MOST_EXAMPLES = 1_000_000  # of an evaluation
 
@@ -162,8 +163,9 @@ class OrderRecipe(Optimisation):
     # Of a step, lowest and highest, in nats or reward: one order for all.  (): the usual ones if least_budget is given.
     prices: tuple[float, ...] = ()
     start: Literal["iid", "threshold", "paced", "eb"] = "iid"  # the rule from which the selector starts
-    # Of that rule, at the lowest and at the highest price.  Of eb these are gamma, and the default is GAMMAS.
-    thresholds: tuple[float, ...] = (0.995, 0.6)
+    thresholds: tuple[
+        float, ...
+    ] = ()  # of that rule, at the lowest and at the highest price; of eb gamma.  (): the usual
     spread: float = 0.0  # of the selector's logits at the start, where positions look alike
     least_budget: int = 0  # with prices, half of the sequences have a budget between this and `budget`
     budgets_drawn: Literal["uniform", "log-uniform"] = "uniform"  # how these are drawn
@@ -196,11 +198,13 @@ class OrderRecipe(Optimisation):
         if self.teacher:
             parse_teacher(self.teacher)
         _check_range(self, 0, "spread", "least_budget", "reference_weight")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)} | {"thresholds": THRESHOLDS}
+        if not self.thresholds:
+            object.__setattr__(self, "thresholds", GAMMAS if self.start == "eb" else THRESHOLDS)
         own = (
             *("prices", "start", "thresholds", "spread", "least_budget", "budgets_drawn"),
             *("reward", "distinct", "temperature", "reference_weight"),
         )
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
         if self.posterior == "scorer" and (given := [name for name in own if getattr(self, name) != defaults[name]]):
             raise UserError(f"{given[0]} is for posterior = 'selector': set that, or leave it out")
         if self.posterior == "selector":
@@ -215,7 +219,7 @@ class OrderRecipe(Optimisation):
                 )
             if self.least_budget and not self.prices:
                 object.__setattr__(self, "prices", REWARD_PRICES if self.reward else PRICES)
-            self._check_thresholds(given=self.thresholds != defaults["thresholds"])
+            self._check_thresholds()
             if self.budgets_drawn != defaults["budgets_drawn"] and not self.least_budget:
                 raise UserError("budgets are drawn from least_budget on: give that too, or leave budgets_drawn out")
             if self.least_budget > self.budget:
@@ -235,15 +239,13 @@ class OrderRecipe(Optimisation):
         if self.kl_weight > 1 and not self.scorer_rate and not self.denoiser_rate:
             raise UserError("kl_weight has no effect where only the selector learns: leave it out")
 
-    def _check_thresholds(self, given: bool) -> None:
-        if self.start == "iid" and given:
+    def _check_thresholds(self) -> None:
+        if self.start == "iid" and self.thresholds != THRESHOLDS:
             rules = "start = 'threshold', 'paced' or 'eb'"
             raise UserError(f"thresholds are those of {rules}: set start, or leave them out")
-        if self.start == "eb" and not given:
-            object.__setattr__(self, "thresholds", GAMMAS)
         first, last = self.thresholds if len(self.thresholds) == 2 else (0.0, 0.0)
         if self.start == "eb":
-            fits, wanted = 1e-6 <= first <= last, "two from 1e-6 on, the lower one first: gamma of start = 'eb'"
+            fits, wanted = 1e-4 <= first <= last, "two from 1e-4 on, the lower one first: gamma of start = 'eb'"
         else:
             fits = 1 - 1e-6 >= first >= last >= 1e-6
             wanted = "two from 1e-6 to 1 - 1e-6, where log-odds end, the higher one first"
@@ -479,11 +481,11 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     A run, or its `recipe.json`, is one too.  If overrides change the task, options in the file that the new one does
     not have are left out, with a line on stderr.
     """
-    path = Path(name)
-    if (path / "recipe.json").is_file():
+    path, known = Path(name), known_recipes()
+    if name not in known and (path / "recipe.json").is_file():
         path = path / "recipe.json"
     if not path.is_file():
-        path, known = recipe_folder() / f"{name}.toml", known_recipes()
+        path = recipe_folder() / f"{name}.toml"
         nearest = did_you_mean(str(name), known)
         require(path.is_file(), f"no recipe {str(name)!r}; {nearest}give a file or one of {', '.join(known)}")
     values = _read_json(path) if path.suffix == ".json" else read_toml(path)
@@ -494,6 +496,8 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if isinstance(task, dict) and task.get("name") != name_in_file:
         _drop_options(task, kept={override.partition("=")[0].strip() for override in overrides})
     recipe = build(Recipe, values)
+    if recipe.own_code and path.suffix == ".json":  # a run may be somebody else's
+        raise UserError(f"{path} names code of its own, {recipe.own_code[0]}: read it, and name it in a TOML file")
     if recipe.own_code:
         from unmask.decoding.policies import check_policy
 

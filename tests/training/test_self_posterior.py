@@ -487,7 +487,7 @@ def test_one_token_per_step(tmp_path, posterior):
         ("order.start=threshold", "start = 'threshold' takes its threshold from the price: set order.least_budget"),
         ("order.start=klass", "start must be iid or threshold or paced or eb, got 'klass'$"),
         (
-            "order.start=eb order.least_budget=2 order.thresholds=[0.9,0.1]",
+            "order.start=eb order.least_budget=2 order.thresholds=[0.995,0.6]",
             "the lower one first: gamma of start = 'eb'",
         ),
     ],

@@ -21,7 +21,7 @@ from unmask.errors import Stopped, UserError, require
 from unmask.models.frozen import FrozenDenoiser
 from unmask.models.order_model import ModelFolderError, OrderModel, OrderModelConfig, weights_hash
 from unmask.own_code import source_of
-from unmask.recipe import DenoiseRecipe, OrderRecipe, Recipe, SelectorRecipe, continued, flat, not_continued
+from unmask.recipe import THRESHOLDS, DenoiseRecipe, OrderRecipe, Recipe, SelectorRecipe, continued, flat, not_continued
 from unmask.runtime import precision_on, process_settings
 from unmask.tasks.exact import EXACT, ExactDenoiser, check_exact
 from unmask.tasks.task import Task
@@ -354,7 +354,7 @@ def _check_distinct(task: Task, order: OrderRecipe, processes: int) -> None:
 def _check_same_networks(found: Checkpoint, stage: str, recipe: Recipe) -> None:
     """As `_check_fits`, of a checkpoint: heads, for one, change a network and no shape."""
     was, now = flat(found.facts["recipe"]), flat(dataclasses.asdict(recipe))
-    for key, usual in (("order.thresholds", OrderRecipe.thresholds), ("model.selector.drawn", SelectorRecipe.drawn)):
+    for key, usual in (("order.thresholds", THRESHOLDS), ("model.selector.drawn", SelectorRecipe.drawn)):
         was.setdefault(key, usual)  # of checkpoints from before they could be chosen
     order = [f"order.{name}" for name in ("selection", "prices", "start", "thresholds")]
     for key in [key for key in now if key.startswith("model.") and key != "model.label"] + order:
