@@ -163,9 +163,8 @@ class OrderRecipe(Optimisation):
     # Of a step, lowest and highest, in nats or reward: one order for all.  (): the usual ones if least_budget is given.
     prices: tuple[float, ...] = ()
     start: Literal["iid", "threshold", "paced", "eb"] = "iid"  # the rule from which the selector starts
-    thresholds: tuple[
-        float, ...
-    ] = ()  # of that rule, at the lowest and at the highest price; of eb gamma.  (): the usual
+    # Of that rule, at the lowest and at the highest price; of eb these are gamma.  (): the usual ones.
+    thresholds: tuple[float, ...] = ()
     spread: float = 0.0  # of the selector's logits at the start, where positions look alike
     least_budget: int = 0  # with prices, half of the sequences have a budget between this and `budget`
     budgets_drawn: Literal["uniform", "log-uniform"] = "uniform"  # how these are drawn
@@ -482,7 +481,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     not have are left out, with a line on stderr.
     """
     path, known = Path(name), known_recipes()
-    if name not in known and (path / "recipe.json").is_file():
+    if str(name) not in known and (path / "recipe.json").is_file():
         path = path / "recipe.json"
     if not path.is_file():
         path = recipe_folder() / f"{name}.toml"

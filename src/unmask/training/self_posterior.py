@@ -69,7 +69,7 @@ class SelfObjective(nn.Module):
     """-J_lambda in nats per token (`variational.self_posterior`); with a `checker`, -(valid - lambda steps).
 
     Every sequence has a price, log-uniform in the selector's range, and a budget: T for one half of them, for the
-    others uniform in {least_budget, ..., T}, or `log_uniform`.  Its k trajectories share both.
+    others uniform in {least_budget, ..., T}, or log-uniform.  Its k trajectories share both.
     checker: the task that judges the tokens, which are then the denoiser's own, chosen at `temperature`.  All k
     trajectories share the draws of their tokens.
     On a block-causal denoiser all this is about one block of each sequence, given those before it (`one_block`).
